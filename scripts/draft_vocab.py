@@ -1,0 +1,92 @@
+"""Build a draft vocabulary from the answers a head will be trained on.
+
+    python scripts/draft_vocab.py --target TARGET_DIR --data answers.jsonl --size 8192 \
+        --output draft_vocab.safetensors
+
+Keeps the most frequent tokens that the assistant says (the target's stop tokens always), then
+those of the prompt files given by --fill (answers repeat the words of their questions), then low
+ids, and writes ``d2t`` (int64 offsets) and ``t2d`` (bool), as released heads carry them.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from specjax.core.errors import SpecJaxError
+
+
+def count_prompts(tokenizer: Any, files: Sequence[Path], vocab: int) -> np.ndarray:
+    """Count the tokens of all turns of prompt files."""
+    from specjax.data.prompts import load_prompts
+
+    counts = np.zeros(vocab, np.int64)
+    for file in files:
+        for prompt in load_prompts(file):
+            for turn in prompt.turns:
+                ids = tokenizer(turn, add_special_tokens=False)["input_ids"]
+                np.add.at(counts, ids, 1)
+    return counts
+
+
+def build(
+    target: str,
+    data: list[Path],
+    size: int,
+    output: Path,
+    max_length: int | None,
+    fill: Sequence[Path] = (),
+) -> str:
+    """Write the vocabulary and return the line to print."""
+    from transformers import AutoTokenizer
+
+    from specjax.data import draft_vocab
+    from specjax.data.chat import ChatEncoder
+    from specjax.data.dataset import load_chats
+    from specjax.io.hf import read_config, read_stop_ids, resolve
+
+    root = resolve(target)
+    config = read_config(root)
+    stops = read_stop_ids(root, config)
+    tokenizer = AutoTokenizer.from_pretrained(root)
+    rows, counts = load_chats(data, ChatEncoder(tokenizer, stops), max_length)
+    total = config.get("text_config", config)["vocab_size"]
+    occurrences = draft_vocab.count_supervised(rows, total)
+    second = count_prompts(tokenizer, fill, total) if fill else None
+    vocab = draft_vocab.choose(occurrences, size, stops, second)
+    draft_vocab.save(vocab, output)
+    return (
+        f"{output}: {size} of {len(vocab.t2d)} tokens cover {vocab.coverage:.2%} of "
+        f"{counts.supervised} answer tokens ({int((occurrences > 0).sum())} distinct) in "
+        f"{counts.used} rows; left out: {counts.empty} empty, {counts.short} short, "
+        f"{counts.masked} without an answer"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line entry; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--target", required=True, help="Hugging Face directory or hub id")
+    parser.add_argument("--data", required=True, nargs="+", type=Path, help="chat JSON lines")
+    parser.add_argument("--size", type=int, default=8192, help="tokens to keep (default 8192)")
+    parser.add_argument("--output", required=True, type=Path, help="safetensors file to write")
+    parser.add_argument(
+        "--fill", nargs="+", type=Path, default=[], help="prompt files whose tokens come next"
+    )
+    parser.add_argument("--max-length", type=int, help="cut conversations, as training will")
+    args = parser.parse_args(argv)
+    try:
+        line = build(args.target, args.data, args.size, args.output, args.max_length, args.fill)
+    except SpecJaxError as error:
+        Console(stderr=True).print(f"error: {error}", markup=False, soft_wrap=True)
+        return 2
+    Console().print(line, markup=False, soft_wrap=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

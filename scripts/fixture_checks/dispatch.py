@@ -1,0 +1,44 @@
+"""Which check a fixture needs: by its manifest's `algorithm`, else by its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from scripts.fixture_checks import eagle3, losses, targets, verification
+from scripts.fixture_checks.fixture import Fixture
+from scripts.fixture_checks.outcome import Outcome
+
+CHECKS: dict[str, Callable[[Fixture], Outcome]] = {
+    "target": targets.compute,
+    "eagle3": eagle3.compute,
+    "lossless speculative verification": verification.compute,
+    "distillation losses": losses.compute,
+}
+
+
+def algorithm_of(fixture: Fixture) -> str:
+    """Name the algorithm of a fixture."""
+    if fixture.manifest.get("algorithm"):
+        return str(fixture.manifest["algorithm"])
+    named = [fixture.config.get("speculators_model_type", "")]
+    named += fixture.config.get("architectures") or []
+    text = " ".join(map(str, named)).lower()
+    for algorithm in ("peagle", "eagle3", "dspark", "dflash", "mtpdraftmodel"):
+        if algorithm in text:
+            return algorithm
+    if fixture.config:
+        return "target"
+    inputs = " ".join(fixture.inputs)
+    return CHECKLESS["uniforms" in inputs]
+
+
+CHECKLESS = {True: "lossless speculative verification", False: "distillation losses"}
+"""A fixture without manifest and configuration: verification has uniform numbers."""
+
+
+def compute(fixture: Fixture) -> Outcome:
+    """Compute what the framework knows of a fixture."""
+    algorithm = algorithm_of(fixture)
+    if algorithm not in CHECKS:
+        return Outcome(otherwise=f"{algorithm!r} is not built here")
+    return CHECKS[algorithm](fixture)

@@ -1,0 +1,1 @@
+"""What every other package stands on: errors, paths, parameter trees."""

@@ -1,0 +1,1 @@
+"""Prompts, chat rendering with loss masks, training batches, draft vocabularies."""

@@ -1,0 +1,183 @@
+"""Chat files to fixed-shape training batches, in an order that (seed, epoch) alone decides.
+
+Random access by (epoch, step) makes resume exact without stored state. (grain shuffles and
+resumes too, but groups neither by length nor into a few static shapes, which jit wants.)
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from specjax.core.errors import DataError
+from specjax.data.chat import ChatEncoder, Encoded
+from specjax.data.prompts import messages_of, read_json_lines
+
+
+@dataclass
+class RowCounts:
+    """What became of the rows of a file.
+
+    Attributes:
+      used: rows that are trained on.
+      cut: of these, rows cut to the maximum length.
+      empty: rows without messages.
+      short: rows of fewer than two tokens, in which nothing is predicted.
+      masked: rows without an assistant's token within the maximum length.
+      tokens: tokens of the used rows.
+      supervised: of these, tokens the assistant said.
+    """
+
+    used: int = 0
+    cut: int = 0
+    empty: int = 0
+    short: int = 0
+    masked: int = 0
+    tokens: int = 0
+    supervised: int = 0
+
+
+def load_chats(
+    paths: Sequence[str | Path], encoder: ChatEncoder, max_length: int | None = None
+) -> tuple[list[Encoded], RowCounts]:
+    """Read chat files ({"messages": [...]} a line) and encode what can be trained on.
+
+    Args:
+      paths: JSON lines files, read in this order.
+      encoder: renders and masks.
+      max_length: longer rows are cut.
+
+    Returns:
+      (usable rows in file order, what became of all rows).
+
+    Raises:
+      DataError: naming file and line of a malformed row, or when no row can be used.
+    """
+    rows: list[Encoded] = []
+    counts = RowCounts()
+    for path in paths:
+        for where, row in read_json_lines(path):
+            messages = messages_of(row, where)
+            if not messages:
+                counts.empty += 1
+                continue
+            try:
+                whole = encoder.encode(messages)
+            except DataError as error:
+                raise DataError(f"{where}: {error}") from None
+            encoded = whole.cut(max_length)
+            # Nothing comes before token 0, so it is never predicted.
+            if len(encoded.ids) < 2:
+                counts.short += 1
+            elif not encoded.mask[1:].any():
+                counts.masked += 1
+            else:
+                rows.append(encoded)
+                counts.used += 1
+                counts.cut += len(encoded.ids) < len(whole.ids)
+                counts.tokens += len(encoded.ids)
+                counts.supervised += int(encoded.mask.sum())
+    if not rows:
+        raise DataError(f"no row of {', '.join(map(str, paths))} can be trained on: {counts}")
+    return rows, counts
+
+
+@dataclass(frozen=True)
+class Position:
+    """Place in the data: the batch that comes next. Saved with a checkpoint, it resumes exactly."""
+
+    epoch: int = 0
+    step: int = 0
+
+
+class Batches:
+    """Fixed-shape batches over encoded rows."""
+
+    def __init__(
+        self,
+        rows: Sequence[Encoded],
+        batch_size: int,
+        lengths: Sequence[int],
+        seed: int = 0,
+        shuffle: bool = True,
+        pad_id: int = 0,
+    ) -> None:
+        """Check that the rows fit.
+
+        Args:
+          rows: the data, none longer than the longest of ``lengths``.
+          batch_size: rows of a batch (B).
+          lengths: the static lengths (S), a few; a row goes to the shortest that holds it.
+          seed: of the order.
+          shuffle: false keeps the rows in order within a length.
+          pad_id: fills up rows.
+
+        Raises:
+          DataError: no rows, or sizes that do not fit.
+        """
+        self.rows, self.batch_size, self.lengths = rows, batch_size, tuple(sorted(set(lengths)))
+        self.seed, self.shuffle, self.pad_id = seed, shuffle, pad_id
+        self._row_lengths = np.array([len(row.ids) for row in rows], dtype=np.int64)
+        longest = int(self._row_lengths.max(initial=0))
+        if batch_size < 1 or not rows or longest > max(self.lengths, default=0):
+            raise DataError(
+                f"{len(rows)} rows of up to {longest} tokens do not fit batches of {batch_size} "
+                f"with lengths {self.lengths}"
+            )
+        self._planned: tuple[int, list[tuple[int, np.ndarray]]] = (-1, [])
+        self.steps_per_epoch = len(self._plan(0))
+
+    def _plan(self, epoch: int) -> list[tuple[int, np.ndarray]]:
+        """(static length, rows) of each batch of an epoch, in order; always as many batches."""
+        if self._planned[0] == epoch:
+            return self._planned[1]
+        rng = np.random.default_rng([self.seed, epoch])
+        order = np.arange(len(self.rows))
+        if self.shuffle:
+            rng.shuffle(order)
+        bucket = np.searchsorted(self.lengths, self._row_lengths[order])
+        plan: list[tuple[int, np.ndarray]] = []
+        rest = order[:0]
+        for index, length in enumerate(self.lengths):
+            # What does not fill a batch of its length joins the next longer one.
+            members = np.concatenate([rest, order[bucket == index]])
+            full = len(members) // self.batch_size * self.batch_size
+            plan += [(length, part) for part in members[:full].reshape(-1, self.batch_size)]
+            rest = members[full:]
+        if len(rest):
+            longest = self._row_lengths[rest].max()
+            plan.append((next(n for n in self.lengths if n >= longest), rest))
+        if self.shuffle:
+            plan = [plan[i] for i in rng.permutation(len(plan))]
+        self._planned = (epoch, plan)
+        return plan
+
+    def batch(self, position: Position) -> dict[str, np.ndarray]:
+        """The batch at ``position``.
+
+        Returns:
+          {"input_ids": int32 [B,S], "loss_mask": bool [B,S], "lengths": int32 [B]}, right-padded.
+          One batch of an epoch may end in rows of length 0, so that its shape is static too.
+        """
+        length, members = self._plan(position.epoch)[position.step]
+        ids: Int[np.ndarray, "B S"] = np.full((self.batch_size, length), self.pad_id, np.int32)
+        mask: Bool[np.ndarray, "B S"] = np.zeros((self.batch_size, length), bool)
+        lengths: Int[np.ndarray, " B"] = np.zeros(self.batch_size, np.int32)
+        for b, member in enumerate(members):
+            row = self.rows[member]
+            n = lengths[b] = len(row.ids)
+            ids[b, :n], mask[b, :n] = row.ids, row.mask
+        return {"input_ids": ids, "loss_mask": mask, "lengths": lengths}
+
+    def iterate(
+        self, position: Position | None = None, epochs: int | None = None
+    ) -> Iterator[tuple[dict[str, np.ndarray], Position]]:
+        """Yield (batch, position after it) from ``position`` on, up to ``epochs`` epochs in all."""
+        now = position or Position()
+        while epochs is None or now.epoch < epochs:
+            batch = self.batch(now)
+            last = now.step + 1 == self.steps_per_epoch
+            now = Position(now.epoch + 1) if last else Position(now.epoch, now.step + 1)
+            yield batch, now

@@ -1,0 +1,319 @@
+"""One decode round: propose, schedule, forward, verify, commit, observe.
+
+The round is a pure function of weights and `RoundState`; `rounds` runs it under
+`lax.while_loop` until a lane ends. Baseline decoding is the same function with the null head.
+Rows advance by their own accepted lengths; nothing rejected is ever written, so nothing is ever
+rolled back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Int
+
+from specjax.heads.base import Borrowed, DraftContext, Head, Observation, Proposal
+from specjax.layers.sampling import PURPOSE_NEXT, Sampling, draw
+from specjax.targets.base import Cache, Target, TargetOut
+from specjax.verify import Verdict, contains_stop, cut_at_stop, tally, verify
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """The static half of a decode program: what runs. The weights are arguments.
+
+    Attributes:
+        target: the model that decides.
+        head: the model that drafts.
+        num_speculative_tokens: drafts per round (K).
+        stop_ids: tokens that end a text.
+        greedy_drafts: draft the head's argmax whatever the request's sampling.
+    """
+
+    target: Target
+    head: Head
+    num_speculative_tokens: int
+    stop_ids: tuple[int, ...]
+    greedy_drafts: bool = False
+
+
+@struct.dataclass
+class Weights:
+    """The array half: weights of target and head."""
+
+    target: PyTree
+    head: PyTree
+
+
+@struct.dataclass
+class RoundState:
+    """Everything that a decode round carries on; lanes are on axis 0 of every leaf.
+
+    Attributes:
+        cache: the target's cache. Its length is always `lengths - 1`: the anchor's state does
+            not exist yet.
+        head: the head's state.
+        tokens: `[B, S]` prompt and generated ids, right padded.
+        lengths: `[B]` tokens so far; the last one is the anchor.
+        budget: `[B]` tokens that may still be generated.
+        done: `[B]` nothing more to do in this lane.
+        sampling: how each lane samples.
+        drafted: `[B, K]` drafts verified, per position.
+        accepted: `[B, K]` drafts accepted and emitted, per position.
+        rounds: `[B]` rounds that the lane took part in.
+    """
+
+    cache: Cache
+    head: PyTree
+    tokens: Int[Array, "B S"]
+    lengths: Int[Array, "B"]
+    budget: Int[Array, "B"]
+    done: Bool[Array, "B"]
+    sampling: Sampling
+    drafted: Int[Array, "B K"]
+    accepted: Int[Array, "B K"]
+    rounds: Int[Array, "B"]
+
+
+def borrow(decoder: Decoder, weights: Weights) -> Borrowed:
+    """Return the target's weights that heads may use."""
+    target = decoder.target
+    return Borrowed(
+        embedding=target.input_embedding(weights.target),
+        output=target.output_weights(weights.target),
+    )
+
+
+def init_state(decoder: Decoder, batch: int, capacity: int, cache_dtype: str) -> RoundState:
+    """Return a state of `batch` idle lanes with room for `capacity` tokens each.
+
+    The caches are longer by the K + 1 positions of a verify pass.
+    """
+    k = decoder.num_speculative_tokens
+    room = capacity + k + 1
+    zeros = jnp.zeros((batch,), jnp.int32)
+    return RoundState(
+        cache=decoder.target.init_cache(batch, room, cache_dtype),
+        head=decoder.head.init_state(batch, room, cache_dtype),
+        tokens=jnp.zeros((batch, capacity), jnp.int32),
+        lengths=zeros,
+        budget=zeros,
+        done=jnp.ones((batch,), bool),
+        sampling=Sampling.of(batch),
+        drafted=jnp.zeros((batch, k), jnp.int32),
+        accepted=jnp.zeros((batch, k), jnp.int32),
+        rounds=zeros,
+    )
+
+
+def propose(decoder: Decoder, weights: Weights, state: RoundState) -> Proposal:
+    """Draft K tokens per lane."""
+    anchor_at = jnp.maximum(state.lengths - 1, 0)
+    sampling = state.sampling
+    if decoder.greedy_drafts:
+        sampling = sampling.replace(temperature=jnp.zeros_like(sampling.temperature))
+    context = DraftContext(
+        anchor=jnp.take_along_axis(state.tokens, anchor_at[:, None], axis=1)[:, 0],
+        position=anchor_at,
+        tokens=state.tokens,
+        lengths=state.lengths,
+        sampling=sampling,
+    )
+    k = decoder.num_speculative_tokens
+    borrowed = borrow(decoder, weights)
+    proposal = decoder.head.propose(weights.head, borrowed, state.head, context, k)
+    return proposal.replace(probs=None) if decoder.greedy_drafts else proposal
+
+
+def schedule(decoder: Decoder, state: RoundState) -> Int[Array, "B"]:
+    """Return how many drafts each lane verifies: K, or what the budget leaves room for."""
+    width = jnp.minimum(decoder.num_speculative_tokens, state.budget - 1)
+    return jnp.where(state.done, 0, jnp.maximum(width, 0))
+
+
+def forward(
+    decoder: Decoder, weights: Weights, state: RoundState, proposal: Proposal, width: jax.Array
+) -> tuple[Int[Array, "B T"], TargetOut, jax.Array]:
+    """Run the target over [anchor, drafts]: (its inputs, its output, logits `[B, K + 1, V]`)."""
+    anchor_at = jnp.maximum(state.lengths - 1, 0)[:, None]
+    anchor = jnp.take_along_axis(state.tokens, anchor_at, axis=1)
+    inputs = jnp.concatenate([anchor, proposal.tokens], axis=1)
+    valid = jnp.where(state.done, 0, width + 1)
+    target = decoder.target
+    out = target.forward(weights.target, inputs, valid, state.cache, decoder.head.taps)
+    return inputs, out, target.logits(weights.target, out.hidden)
+
+
+def commit(
+    decoder: Decoder,
+    state: RoundState,
+    out: TargetOut,
+    verdict: Verdict,
+) -> tuple[RoundState, Int[Array, "B"]]:
+    """Write what was accepted: caches, tokens, counters. Returns (state, tokens emitted `[B]`).
+
+    A lane commits as many positions as it emits tokens, so that its last emitted token is the
+    next anchor.
+    """
+    emitted = cut_at_stop(
+        verdict.tokens, verdict.accepted, decoder.stop_ids, state.budget, state.done
+    )
+    stopped = contains_stop(verdict.tokens, emitted, decoder.stop_ids)
+    kept, proposed = tally(verdict.accepted, verdict.admitted, emitted)
+    slot = jnp.arange(state.drafted.shape[1])[None]
+    step = jnp.arange(verdict.tokens.shape[1])[None]
+    capacity = state.tokens.shape[1]
+    at = jnp.where(step < emitted[:, None], state.lengths[:, None] + step, capacity + step)
+    tokens = jax.vmap(lambda row, i, new: row.at[i].set(new, mode="drop", unique_indices=True))(
+        state.tokens, at, verdict.tokens
+    )
+    budget = state.budget - emitted
+    running = ~state.done
+    return (
+        state.replace(
+            cache=decoder.target.commit(state.cache, out.update, emitted),
+            tokens=tokens,
+            lengths=state.lengths + emitted,
+            budget=budget,
+            done=state.done | stopped | (budget <= 0),
+            drafted=state.drafted + (running[:, None] & (slot < proposed[:, None])),
+            accepted=state.accepted + (running[:, None] & (slot < kept[:, None])),
+            rounds=state.rounds + running,
+        ),
+        emitted,
+    )
+
+
+def observe(
+    decoder: Decoder,
+    weights: Weights,
+    head_state: PyTree,
+    inputs: Int[Array, "B T"],
+    out: TargetOut,
+    next_tokens: Int[Array, "B T"],
+    count: Int[Array, "B"],
+    start: Int[Array, "B"],
+) -> PyTree:
+    """Hand the head the true states of the positions that were committed."""
+    seen = Observation(
+        tokens=inputs,
+        next_tokens=next_tokens,
+        hidden=out.hidden,
+        taps=out.taps,
+        count=count,
+        start=start,
+    )
+    return decoder.head.observe(weights.head, borrow(decoder, weights), head_state, seen)
+
+
+def one_round(decoder: Decoder, weights: Weights, state: RoundState) -> RoundState:
+    """Run one round over all lanes; lanes that are done do not change."""
+    with jax.named_scope("propose"):
+        proposal = propose(decoder, weights, state)
+    width = schedule(decoder, state)
+    with jax.named_scope("forward"):
+        inputs, out, logits = forward(decoder, weights, state, proposal, width)
+    with jax.named_scope("verify"):
+        verdict = verify(
+            logits, proposal.tokens, proposal.probs, width, state.sampling, state.lengths
+        )
+    with jax.named_scope("commit"):
+        after, emitted = commit(decoder, state, out, verdict)
+    with jax.named_scope("observe"):
+        start = jnp.maximum(state.lengths - 1, 0)
+        head_state = observe(
+            decoder, weights, state.head, inputs, out, verdict.tokens, emitted, start
+        )
+    return after.replace(head=head_state)
+
+
+def rounds(
+    decoder: Decoder, weights: Weights, state: RoundState, limit: Int[Array, ""]
+) -> tuple[RoundState, Int[Array, ""]]:
+    """Run rounds until a lane that was running is done, at most `limit`.
+
+    Returns:
+        (state, number of rounds run).
+    """
+    running = ~state.done
+
+    def go_on(carry: tuple[jax.Array, RoundState]) -> jax.Array:
+        ran, now = carry
+        return jnp.any(running) & ~jnp.any(running & now.done) & (ran < limit)
+
+    def body(carry: tuple[jax.Array, RoundState]) -> tuple[jax.Array, RoundState]:
+        ran, now = carry
+        return ran + 1, one_round(decoder, weights, now)
+
+    ran, state = jax.lax.while_loop(go_on, body, (jnp.int32(0), state))
+    return state, ran
+
+
+def prefill_chunk(
+    decoder: Decoder,
+    weights: Weights,
+    state: RoundState,
+    chunk: Int[Array, "B C"],
+    valid: Int[Array, "B"],
+    following: Int[Array, "B"],
+) -> RoundState:
+    """Take a right-padded piece of the prompts into caches and head state.
+
+    Args:
+        decoder: what runs.
+        weights: its weights.
+        state: lanes whose `tokens` hold the whole prompts, `lengths` the tokens before the
+            chunk plus one (that is, the first token of the chunk stands at the anchor's place).
+        chunk: `[B, C]` the next tokens of each prompt.
+        valid: `[B]` how many of them are real.
+        following: `[B]` the prompt token behind the chunk; -1 where the prompt ends with it: the
+            target then draws the first token of the answer, which becomes the anchor.
+    """
+    target = decoder.target
+    out = target.forward(weights.target, chunk, valid, state.cache, decoder.head.taps)
+    last = jnp.maximum(valid - 1, 0)
+    state_at_last = jnp.take_along_axis(out.hidden, last[:, None, None], axis=1)[:, 0]
+    ends = following < 0
+    # Only the last position needs the output layer.
+    position = state.cache.lengths + valid
+    drawn, _ = draw(
+        target.logits(weights.target, state_at_last), state.sampling, position, PURPOSE_NEXT
+    )
+    token = jnp.where(ends, drawn, following)
+    shifted = jnp.concatenate([chunk[:, 1:], jnp.zeros_like(chunk[:, :1])], axis=1)
+    is_last = jnp.arange(chunk.shape[1])[None] == last[:, None]
+    next_tokens = jnp.where(is_last, token[:, None], shifted)
+    start = state.cache.lengths
+    # Tied to this call's logits, so that XLA writes the cache behind its last read.
+    count = jnp.where(drawn < 0, 0, valid)
+    cache = target.commit(state.cache, out.update, count)
+    head_state = observe(decoder, weights, state.head, chunk, out, next_tokens, count, start)
+    emitted = (ends & (valid > 0)).astype(jnp.int32)
+    at = jnp.where(emitted > 0, position, state.tokens.shape[1])
+    tokens = jax.vmap(lambda row, i, new: row.at[i].set(new, mode="drop"))(state.tokens, at, token)
+    budget = state.budget - emitted
+    stopped = contains_stop(token[:, None], emitted, decoder.stop_ids)
+    return state.replace(
+        cache=cache,
+        head=head_state,
+        tokens=tokens,
+        lengths=cache.lengths + 1,
+        budget=budget,
+        done=stopped | (budget <= 0),
+    )
+
+
+def insert(state: RoundState, lane: Int[Array, ""], single: RoundState) -> RoundState:
+    """Put a prefilled batch of one into lane `lane`; nothing of the old lane remains."""
+
+    def put(all_lanes: jax.Array, one: jax.Array) -> jax.Array:
+        start = (lane, *(0 for _ in range(all_lanes.ndim - 1)))
+        return jax.lax.dynamic_update_slice(all_lanes, one.astype(all_lanes.dtype), start)
+
+    return jax.tree.map(put, state, single)

@@ -1,0 +1,105 @@
+"""Settings of an evaluation. Imports nothing heavy, so that `--help` is fast."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from specjax.core.errors import ConfigError
+from specjax.decode.config import EngineConfig
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    """What to measure, on which prompts, and where the records go.
+
+    Attributes:
+      target: directory or hub id of the target; "" takes the embedded default, with its own head
+        and prompts.
+      head: directory of a draft head, or "none" for the baseline alone.
+      prompts: JSON lines file of prompts ("turns", "messages" or "prompt"; the first turn is
+        asked).
+      num_prompts: how many prompts of the file, from its start; 0 takes all.
+      chat_template: render prompts with the tokenizer's chat template; False gives them as they
+        are.
+      enable_thinking: passed to the chat template; None leaves it to the template.
+      num_speculative_tokens: drafts per round.
+      concurrency: prompts decoded together.
+      max_new_tokens: most tokens of an answer.
+      temperature: 0 is greedy.
+      top_k: keep the k most probable tokens; 0 is off.
+      top_p: keep the smallest set of tokens with this mass; 1 is off.
+      min_p: keep tokens with at least this share of the largest probability; 0 is off.
+      seed: prompt i samples with seed + i.
+      dtype: of the weights in the speculative run; float32 proves identity, bfloat16 is faster.
+      baseline_dtypes: dtypes in which the baseline is measured; dtype must be one of them. The
+        speedup is against the fastest.
+      repeats: how often each run is measured, in alternation.
+      time_shares: time the stages of a round apart.
+      out: directory of the results; "" is runs/<time>.
+      engine: the engine's other settings.
+    """
+
+    target: str = ""
+    head: str = ""
+    prompts: str = ""
+    num_prompts: int = 0
+    chat_template: bool = True
+    enable_thinking: bool | None = None
+    num_speculative_tokens: int = 4
+    concurrency: int = 1
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    dtype: Dtype = "float32"
+    baseline_dtypes: tuple[Dtype, ...] = ("float32", "bfloat16")
+    repeats: int = 3
+    time_shares: bool = True
+    out: str = ""
+    engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot be meant."""
+        given = {name: getattr(self, name) for name in ("head", "prompts")}
+        if self.target:
+            for name, value in given.items():
+                hint = ', or "none" for the baseline alone' if name == "head" else ""
+                if not value:
+                    raise ConfigError(f"Eval.{name} is not set: give a path{hint}")
+        elif any(given.values()):
+            names = " and ".join(f"Eval.{name}" for name, value in given.items() if value)
+            raise ConfigError(f"{names} without Eval.target: the embedded default has its own")
+        for name, least in (
+            ("num_prompts", 0),
+            ("num_speculative_tokens", 0),
+            ("concurrency", 1),
+            ("max_new_tokens", 1),
+            ("repeats", 1),
+        ):
+            if getattr(self, name) < least:
+                raise ConfigError(
+                    f"Eval.{name} is {getattr(self, name)}; it must be at least {least}"
+                )
+        if self.dtype not in self.baseline_dtypes:
+            raise ConfigError(
+                f"Eval.dtype {self.dtype!r} is not among Eval.baseline_dtypes"
+                f" {self.baseline_dtypes}: the texts are compared within one dtype"
+            )
+        if len(set(self.baseline_dtypes)) != len(self.baseline_dtypes):
+            raise ConfigError(f"Eval.baseline_dtypes {self.baseline_dtypes} repeats one")
+        if self.head not in ("", "none") and self.num_speculative_tokens == 0:
+            raise ConfigError('Eval.num_speculative_tokens is 0: use Eval.head = "none"')
+        for name in ("num_speculative_tokens", "concurrency"):
+            default = EngineConfig.__dataclass_fields__[name].default
+            if getattr(self.engine, name) != default:
+                raise ConfigError(f"set Eval.{name}, not Engine.{name}, in an evaluation")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether every token is the argmax, so that texts can be compared."""
+        return self.temperature < 1e-5

@@ -1,0 +1,336 @@
+"""Released EAGLE-3 checkpoints: SafeAILab / SpecForge, DeepSpec and speculators.
+
+Each layout has a reader, from `config.json` and tensor names to a head, and a writer, from a head
+to `config.json`; the tensors follow from the head's weight table. Everything that can be wrong
+between a head and a target is refused here, before anything runs.
+
+The layouts count tapped layers differently. DeepSpec's id l is the output of layer l, which is
+residual stream l + 1; speculators' ids are residual streams; SafeAILab's are fixed (and where our
+own heads differ, they say so in speculators' field).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from specjax.core.errors import CheckpointError, PairingError
+from specjax.core.params import ParamSpec, map_specs
+from specjax.heads.config import Eagle3Config
+from specjax.heads.eagle3 import (
+    Eagle3Head,
+    Layout,
+    check_taps,
+    default_taps,
+    has_extra_norms,
+    vocabulary_maps,
+)
+from specjax.heads.eagle3_network import Eagle3Weights
+from specjax.io.hf import TensorReader, load_params, read_config, resolve, save_checkpoint
+from specjax.layers.blocks.dense import BlockConfig
+from specjax.targets.base import TargetInfo
+
+Shapes = Mapping[str, tuple[int, ...]]
+_TAPS = "eagle_aux_hidden_state_layer_ids"
+_NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_ARCHITECTURES: Mapping[Layout, str] = {
+    "safeai": "LlamaForCausalLMEagle3",
+    "deepspec": "Qwen3Eagle3Model",
+    "speculators": "Eagle3Speculator",
+}
+
+
+def layout_of(config: Mapping[str, Any]) -> Layout | None:
+    """Tell the layout from a `config.json`; None if this is no EAGLE-3 head."""
+    if "speculators_model_type" in config:
+        return "speculators" if config["speculators_model_type"] == "eagle3" else None
+    for name in config.get("architectures") or ():
+        if name == _ARCHITECTURES["speculators"]:
+            return "speculators"
+        if name.endswith("Eagle3Model"):
+            return "deepspec"
+        if "Eagle3" in name:
+            return "safeai"
+    return None
+
+
+def load_eagle3(
+    path: str | Path, info: TargetInfo, dtype: str = "float32", shardings: Any | None = None
+) -> tuple[Eagle3Head, Eagle3Weights]:
+    """Load a released head for a target.
+
+    Args:
+        path: directory or hub id.
+        info: facts of the target it shall serve.
+        dtype: dtype in memory.
+        shardings: as in `io.hf.load_params`.
+
+    Raises:
+        PairingError: head and target do not belong together, or a draft vocabulary has no map.
+        CheckpointError: a malformed checkpoint; tensors that do not fit are all named.
+    """
+    root = resolve(path)
+    reader = TensorReader(root)
+    head = read_head(read_config(root), reader.shapes, info, str(root))
+    params = load_params(head.specs(), reader, dtype, shardings)
+    _check_maps(head, params, str(root))
+    return head, params
+
+
+def save_eagle3(
+    head: Eagle3Head, params: Eagle3Weights, path: str | Path, dtype: str | None = None
+) -> None:
+    """Write a head in its layout, whole or not at all.
+
+    Args:
+        head: the head.
+        params: its weights.
+        path: directory, made if needed.
+        dtype: dtype on disk, None to keep the weights'.
+
+    Raises:
+        PairingError: the draft vocabulary's maps contradict each other.
+    """
+    _check_maps(head, params, str(path))
+
+    def on_disk(spec: ParamSpec) -> ParamSpec:
+        return dataclasses.replace(spec, dtype="int64") if spec.hf == "d2t" else spec
+
+    specs = map_specs(on_disk, head.specs())
+    save_checkpoint(specs, params, write_config(head), path, dtype)
+
+
+def read_head(
+    config: Mapping[str, Any], shapes: Shapes, info: TargetInfo, where: str = "the head"
+) -> Eagle3Head:
+    """Build a head from a released configuration and the shapes of its tensors.
+
+    Args:
+        config: `config.json`.
+        shapes: shape of each stored tensor.
+        info: facts of the target.
+        where: names the head in messages.
+
+    Raises:
+        PairingError: the head cannot serve this target.
+        CheckpointError: the configuration asks for what no reader here understands.
+    """
+    layout = layout_of(config)
+    if layout is None:
+        raise CheckpointError(
+            f"{where}: architectures {config.get('architectures')} is not an EAGLE-3 head"
+        )
+    body = config.get("transformer_layer_config", {}) if layout == "speculators" else config
+    if str(body.get("model_type", "")).startswith("gemma"):
+        raise CheckpointError(f"{where}: Gemma layers in an EAGLE-3 head are not supported")
+    if (layers := body.get("num_hidden_layers", 1)) != 1:
+        raise CheckpointError(f"{where}: {layers} draft layers; an EAGLE-3 head has 1 here")
+    if layout == "safeai" and config.get("norm_output") is False:
+        raise CheckpointError(f"{where}: norm_output false (no final norm) is not supported")
+    block = _read_block(body, shapes, "midlayer." if layout == "safeai" else "layers.0.")
+    target_hidden = config.get("target_hidden_size") or block.hidden
+    _check_sizes(target_hidden, body.get("vocab_size"), info, where)
+    taps = _read_taps(layout, config, info, where)
+    own_embedding = "embed_tokens.weight" in shapes
+    if block.hidden != info.hidden and not own_embedding:
+        raise PairingError(
+            f"{where} is {block.hidden} wide and stores no embedding; the target's is {info.hidden}"
+        )
+    draft_vocab, mapped = _read_vocabulary(config, shapes, info.vocab, where)
+    own_output = "lm_head.weight" in shapes
+    if not own_output:
+        _check_borrowing(config, draft_vocab, own_embedding, block.hidden, info, where)
+    flags = _NORMS if layout == "speculators" else _NORMS[:3]
+    settings: dict[str, Any] = {name: bool(config.get(name)) for name in flags}
+    settings |= {name: config[name] for name in ("ttt_length", "step_loss_decay") if name in config}
+    return Eagle3Head(
+        block=block,
+        config=Eagle3Config(taps=taps, **settings),
+        vocab=info.vocab,
+        draft_vocab=draft_vocab,
+        target_hidden=target_hidden,
+        mapped=mapped,
+        own_embedding=own_embedding,
+        own_output=own_output,
+        trained_output=own_output and layout == "safeai",
+        layout=layout,
+        target_layers=info.num_layers,
+        max_context=body.get("max_position_embeddings") or 0,
+    )
+
+
+def _read_block(body: Mapping[str, Any], shapes: Shapes, prefix: str) -> BlockConfig:
+    """Read the layer; a head size that is not stated is read off the tensors, not guessed."""
+    name = f"{prefix}self_attn.q_proj.weight"
+    heads = body.get("num_attention_heads")
+    if not body.get("head_dim") and heads and name in shapes:
+        body = {**body, "head_dim": shapes[name][0] // heads}
+    qk_norm = f"{prefix}self_attn.q_norm.weight" in shapes
+    return BlockConfig.from_hf(body, qk_norm=qk_norm, inputs=2 * body.get("hidden_size", 0))
+
+
+def _check_sizes(hidden: int, vocab: int | None, info: TargetInfo, where: str) -> None:
+    if vocab != info.vocab:
+        raise PairingError(
+            f"{where} is for a vocabulary of {vocab} tokens, the target has {info.vocab}"
+        )
+    if hidden != info.hidden:
+        raise PairingError(f"{where} is for a target of width {hidden}, this one is {info.hidden}")
+
+
+def _read_taps(
+    layout: Layout, config: Mapping[str, Any], info: TargetInfo, where: str
+) -> tuple[int, ...]:
+    """Return the tapped residual streams, in transformers' numbering."""
+    if layout == "deepspec":
+        ids = config.get("target_layer_ids")
+        if not ids:
+            raise CheckpointError(f"{where}: config.json lacks target_layer_ids")
+        # The output of the last layer is normed in some caches and raw in others.
+        if any(not 0 <= i < info.num_layers - 1 for i in ids):
+            raise PairingError(
+                f"{where} taps layers {list(ids)} of a target with {info.num_layers}; "
+                f"target_layer_ids must lie in 0..{info.num_layers - 2}"
+            )
+        return tuple(i + 1 for i in ids)
+    taps = tuple(config.get(_TAPS) or default_taps(info.num_layers))
+    check_taps(taps, info)
+    return taps
+
+
+def _read_vocabulary(
+    config: Mapping[str, Any], shapes: Shapes, vocab: int, where: str
+) -> tuple[int, bool]:
+    """Return (size of the draft vocabulary, whether it has maps)."""
+    mapped = "d2t" in shapes
+    stored = shapes["d2t"][0] if mapped else shapes.get("lm_head.weight", (vocab,))[0]
+    size = config.get("draft_vocab_size") or stored
+    if size != vocab and not mapped:
+        raise PairingError(
+            f"{where} drafts {size} of {vocab} tokens but stores no d2t: which ones is unknown"
+        )
+    return size, mapped or "t2d" in shapes
+
+
+def _check_borrowing(
+    config: Mapping[str, Any],
+    draft_vocab: int,
+    own_embedding: bool,
+    hidden: int,
+    info: TargetInfo,
+    where: str,
+) -> None:
+    """Refuse to stand the target's output layer in for one that it does not equal."""
+    if draft_vocab != info.vocab or hidden != info.hidden:
+        raise PairingError(
+            f"{where} stores no lm_head.weight, and the target's [{info.vocab}, {info.hidden}] "
+            f"is not its [{draft_vocab}, {hidden}]"
+        )
+    if config.get("tie_word_embeddings") and own_embedding:
+        raise CheckpointError(f"{where} ties its output to its own embedding: not supported")
+
+
+def _check_maps(head: Eagle3Head, params: Eagle3Weights, where: str) -> None:
+    """Refuse maps that are not two views of one choice of ids."""
+    if not head.mapped:
+        return
+    d2t, t2d = (np.asarray(jax.device_get(x)) for x in (params.d2t, params.t2d))
+    try:
+        _, expected = vocabulary_maps(d2t + np.arange(len(d2t)), head.vocab, head.draft_vocab)
+    except PairingError as error:
+        raise PairingError(f"{where}: d2t is no map ({error})") from None
+    if not np.array_equal(expected, t2d):
+        raise PairingError(f"{where}: d2t and t2d choose different tokens")
+
+
+def write_config(head: Eagle3Head) -> dict[str, Any]:
+    """Return the `config.json` of a head.
+
+    The output layer is never tied: a short one cannot be, and a stored one is the head's own.
+
+    Raises:
+        PairingError: the layout has no words for the head's norms.
+    """
+    if head.layout != "speculators" and has_extra_norms(head.config):
+        raise PairingError(f"the {head.layout} layout cannot express {', '.join(_NORMS)}")
+    block, rope = head.block, head.block.rope
+    scaling = {"rope_type": rope.kind, **dict(rope.scaling)}
+    body: dict[str, Any] = {
+        "model_type": "qwen3" if block.qk_norm else "llama",
+        "hidden_size": block.hidden,
+        "intermediate_size": block.mlp,
+        "num_hidden_layers": 1,
+        "num_attention_heads": block.heads,
+        "num_key_value_heads": block.kv_heads,
+        "head_dim": block.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": block.eps,
+        "attention_bias": block.attention_bias,
+        "mlp_bias": block.mlp_bias,
+        "vocab_size": head.vocab,
+        "tie_word_embeddings": False,
+    }
+    if head.max_context:
+        body["max_position_embeddings"] = head.max_context
+    if rope.dims != block.head_dim:
+        body["partial_rotary_factor"] = rope.dims / block.head_dim
+    if head.layout == "safeai":
+        body["rope_theta"] = rope.theta
+        body["rope_scaling"] = None if rope.kind == "default" else scaling
+    else:
+        body["rope_parameters"] = {"rope_theta": rope.theta, **scaling}
+    return {"architectures": [_ARCHITECTURES[head.layout]], **_write_own(head, body)}
+
+
+def _write_own(head: Eagle3Head, body: dict[str, Any]) -> dict[str, Any]:
+    """Return the layout's own keys around those of the layer."""
+    if head.layout == "deepspec":
+        return {
+            **body,
+            "target_layer_ids": [tap - 1 for tap in head.taps],
+            "num_target_layers": head.target_layers,
+            "draft_num_hidden_layers": 1,
+            "ttt_length": head.config.ttt_length,
+            "step_loss_decay": head.config.step_loss_decay,
+        }
+    if head.layout == "safeai":
+        usual = head.taps == default_taps(head.target_layers)
+        return {
+            **body,
+            "draft_vocab_size": head.draft_vocab,
+            **({} if head.target_hidden == head.block.hidden else _width(head)),
+            **({} if usual else {_TAPS: list(head.taps)}),
+        }
+    greedy = {
+        "proposal_type": "greedy",
+        "speculative_tokens": max(head.config.ttt_length, 1),
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "auto_map": {"": "config.Eagle3SpeculatorConfig"},
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.3.0",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [greedy],
+            "verifier": {"name_or_path": None, "architectures": []},
+        },
+        "transformer_layer_config": body,
+        "draft_vocab_size": head.draft_vocab,
+        "target_hidden_size": head.target_hidden,
+        "tie_word_embeddings": False,
+        "embed_requires_grad": False,
+        _TAPS: list(head.taps),
+        **{name: getattr(head.config, name) for name in _NORMS},
+    }
+
+
+def _width(head: Eagle3Head) -> dict[str, int]:
+    return {"target_hidden_size": head.target_hidden}

@@ -1,0 +1,110 @@
+"""Attention as one softmax over several blocks of keys and values.
+
+A query attends to what is cached, to the new positions of the same call and, in EAGLE-3's
+training-time test, to its own earlier steps. Each is a block with a mask of its own; scores share
+one maximum and one sum, so the result equals attention over the concatenation without building it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float
+
+_NEGATIVE = -1e30  # finite: an empty row gives zeros below instead of NaN
+
+
+@struct.dataclass
+class KeyBlock:
+    """Keys and values that many queries see.
+
+    Attributes:
+        k: `[B, N, S, D]` keys, N the number of key-value heads.
+        v: `[B, N, S, Dv]` values.
+        mask: bool, broadcastable to `[B, T, S]`: may query t see key s.
+    """
+
+    k: Float[Array, "B N S D"]
+    v: Float[Array, "B N S E"]
+    mask: Bool[Array, "b t S"]
+
+
+@struct.dataclass
+class OwnKey:
+    """One key per query, seen by that query only (a chain of recurrent steps).
+
+    Attributes:
+        k: `[B, N, T, D]` keys, one per query position.
+        v: `[B, N, T, Dv]` values.
+    """
+
+    k: Float[Array, "B N T D"]
+    v: Float[Array, "B N T E"]
+
+
+def _scores(q: jax.Array, block: KeyBlock | OwnKey, scale: float) -> jax.Array:
+    """Return `[B, N, G, T, S]` float32 scores (S = 1 for an own key)."""
+    if isinstance(block, OwnKey):
+        k = block.k.astype(jnp.float32)
+        return jnp.sum(q.astype(jnp.float32) * k[:, :, None], axis=-1, keepdims=True) * scale
+    q = q.astype(block.k.dtype)
+    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    scores = jnp.einsum(
+        "bngtd,bnsd->bngts",
+        q,
+        block.k,
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+    return jnp.where(block.mask[:, None, None], scores * scale, _NEGATIVE)
+
+
+def _values(weights: jax.Array, block: KeyBlock | OwnKey) -> jax.Array:
+    """Return `[B, N, G, T, Dv]` float32 sums of values under unnormalised weights."""
+    if isinstance(block, OwnKey):
+        return weights * block.v.astype(jnp.float32)[:, :, None]
+    precision = jax.lax.Precision.HIGHEST if block.v.dtype == jnp.float32 else None
+    return jnp.einsum(
+        "bngts,bnse->bngte",
+        weights.astype(block.v.dtype),
+        block.v,
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def attend(
+    q: Float[Array, "B M T D"], blocks: Sequence[KeyBlock | OwnKey], scale: float
+) -> Float[Array, "B T F"]:
+    """Attend from `q` to all `blocks` at once.
+
+    Args:
+        q: queries, M = G * N heads; head m reads key-value head `m // G`.
+        blocks: keys, values and masks; a query that sees nothing at all gives zeros.
+        scale: factor on the scores.
+
+    Returns:
+        `[B, T, M * Dv]` in the dtype of `q`; softmax and sums in float32.
+    """
+    batch, heads, length, _ = q.shape
+    kv_heads = blocks[0].k.shape[1]
+    grouped = q.reshape(batch, kv_heads, heads // kv_heads, length, q.shape[-1])
+    scores = [_scores(grouped, block, scale) for block in blocks]
+    top = scores[0].max(-1, keepdims=True)
+    for more in scores[1:]:
+        top = jnp.maximum(top, more.max(-1, keepdims=True))
+    top = jnp.maximum(jax.lax.stop_gradient(top), _NEGATIVE / 2)
+    weights = [jnp.exp(s - top) for s in scores]
+    total = sum(w.sum(-1, keepdims=True) for w in weights)
+    mixed = sum(_values(w, block) for w, block in zip(weights, blocks, strict=True))
+    out = mixed / jnp.maximum(total, 1e-30)
+    return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, -1).astype(q.dtype)
+
+
+def causal_mask(length: int) -> Bool[Array, "1 T T"]:
+    """Return the mask `[1, T, T]`: query i sees key j of the same block iff j <= i."""
+    at = jnp.arange(length)
+    return (at[None, :] <= at[:, None])[None]

@@ -1,0 +1,61 @@
+"""The cache of a full-attention layer: every key and value, appended in order."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+
+@struct.dataclass
+class FullCache:
+    """Keys and values of one layer, row b holding its first `lengths[b]` positions.
+
+    Attributes:
+        k: `[B, N, S, D]`, S the capacity. Heads before positions, so that attention reads rows
+            in place instead of transposing the cache in every round.
+        v: `[B, N, S, Dv]`.
+    """
+
+    k: Float[Array, "B N S D"]
+    v: Float[Array, "B N S E"]
+
+
+def empty(
+    batch: int, kv_heads: int, capacity: int, k_dim: int, v_dim: int, dtype: str
+) -> FullCache:
+    """Return an empty cache; keys and values are separate buffers, so both can be donated."""
+    return FullCache(
+        k=jnp.zeros((batch, kv_heads, capacity, k_dim), dtype),
+        v=jnp.zeros((batch, kv_heads, capacity, v_dim), dtype),
+    )
+
+
+def visible(cache: FullCache, lengths: Int[Array, "B"]) -> Bool[Array, "B 1 S"]:
+    """Return the mask of cached positions, the same for every query of a row."""
+    return jnp.arange(cache.k.shape[2])[None, None, :] < lengths[:, None, None]
+
+
+def write(
+    cache: FullCache,
+    lengths: Int[Array, "B"],
+    k: Float[Array, "B N T D"],
+    v: Float[Array, "B N T E"],
+    n: Int[Array, "B"],
+) -> FullCache:
+    """Append the first `n[b]` of T new positions of row b at position `lengths[b]`.
+
+    Positions that are not appended are aimed past the end, where the scatter drops them; nothing
+    else of the cache is touched. `n = 0` is a no-op.
+    """
+    capacity, new = cache.k.shape[2], k.shape[2]
+    step = jnp.arange(new)[None, :]
+    slots = jnp.where(step < n[:, None], lengths[:, None] + step, capacity + step)
+
+    def append(buffer: jax.Array, rows: jax.Array, at: jax.Array) -> jax.Array:
+        return buffer.at[:, at].set(rows.astype(buffer.dtype), mode="drop", unique_indices=True)
+
+    return FullCache(
+        k=jax.vmap(append)(cache.k, k, slots), v=jax.vmap(append)(cache.v, v, slots)
+    )

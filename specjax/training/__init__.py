@@ -1,0 +1,1 @@
+"""Training of draft heads: one trainer for all of them, exact under interruption."""

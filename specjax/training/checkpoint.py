@@ -1,0 +1,154 @@
+"""Checkpoints of a training run: written whole or not at all, refused where they do not belong.
+
+Orbax writes each into a temporary folder and renames it, so a kill at any moment leaves the last
+good one. Beside the arrays lies a JSON record: where the data stands, and the fingerprint of
+everything that must not change between save and resume.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from absl import logging as absl_logging
+
+from specjax.core.errors import TrainingError
+from specjax.training.step import TrainState
+
+Record = dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one run, in one folder.
+
+    `close` waits for a save in progress; use as a context manager.
+    """
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        """Open or make the folder; remains of interrupted saves are removed.
+
+        Args:
+            folder: where they lie, one subfolder per step.
+            keep: how many of the newest to keep.
+        """
+        self.folder = folder.resolve()
+        self._keep = keep
+        # Orbax reports progress and folder layouts as warnings, which says nothing to a user.
+        absl_logging.set_verbosity(absl_logging.ERROR)
+        self._manager = self._open()
+
+    def _open(self) -> ocp.CheckpointManager:
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=self._keep, cleanup_tmp_directories=True, enable_async_checkpointing=True
+        )
+        return ocp.CheckpointManager(self.folder, options=options)
+
+    def __enter__(self) -> Checkpoints:
+        """Enter the context."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Wait for a save in progress and close."""
+        self._manager.close()
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, ascending."""
+        return sorted(self._manager.all_steps())
+
+    def save(self, state: TrainState, record: Record) -> None:
+        """Start writing a checkpoint; the caller may go on and donate `state`.
+
+        Args:
+            state: everything a step changes.
+            record: JSON values: "position" in the data, "fingerprint", "settings".
+        """
+        # A copy, since the next step writes into the donated buffers while orbax still reads.
+        host = jax.tree.map(lambda leaf: np.array(leaf), jax.device_get(state))
+        self._manager.save(
+            int(host.step),
+            args=ocp.args.Composite(
+                state=ocp.args.StandardSave(host), record=ocp.args.JsonSave(record)
+            ),
+        )
+
+    def wait(self) -> None:
+        """Wait until the checkpoint in progress is complete."""
+        self._manager.wait_until_finished()
+
+    def restore(
+        self, like: TrainState, fingerprint: Mapping[str, Any]
+    ) -> tuple[TrainState, Record] | None:
+        """Read the newest checkpoint that is whole.
+
+        Damaged ones are set aside as `damaged-<step>`, with a warning.
+
+        Args:
+            like: a state of the same structure and shapes.
+            fingerprint: of this run.
+
+        Returns:
+            (state, record), or None where there is no checkpoint.
+
+        Raises:
+            TrainingError: it belongs to another run; names what differs and both values.
+        """
+        for step in reversed(self.steps):
+            with self._reading(step):
+                record = self._read(step, record=ocp.args.JsonRestore()).record
+                check_fingerprint(record["fingerprint"], fingerprint, self.folder / str(step))
+                abstract = jax.tree.map(_abstract, like)
+                state = self._read(step, state=ocp.args.StandardRestore(abstract)).state
+                return state, record
+        return None
+
+    def _read(self, step: int, **items: Any) -> Any:
+        return self._manager.restore(step, args=ocp.args.Composite(**items))
+
+    @contextlib.contextmanager
+    def _reading(self, step: int) -> Iterator[None]:
+        """Set the checkpoint aside if it cannot be read."""
+        try:
+            yield
+        except TrainingError:
+            raise
+        except Exception as error:  # orbax raises many kinds; all mean a damaged checkpoint
+            aside = self.folder / f"damaged-{step}"
+            reason = (str(error).splitlines() or [""])[0][:100]
+            warnings.warn(
+                f"checkpoint {self.folder / str(step)} cannot be read and is set aside as "
+                f"{aside.name} ({type(error).__name__}: {reason})",
+                stacklevel=4,
+            )
+            self._manager.close()
+            os.rename(self.folder / str(step), aside)
+            self._manager = self._open()
+
+
+def check_fingerprint(saved: Mapping[str, Any], now: Mapping[str, Any], where: Path) -> None:
+    """Refuse a checkpoint of another run.
+
+    Raises:
+        TrainingError: names every entry that differs with both values.
+    """
+    changed = [
+        f"{name} was {saved.get(name)!r}, is now {now.get(name)!r}"
+        for name in sorted({*saved, *now})
+        if saved.get(name) != now.get(name)
+    ]
+    if changed:
+        raise TrainingError(
+            f"{where} belongs to another run: {'; '.join(changed)}; "
+            "set Trainer.out to a new folder, or undo the change"
+        )
+
+
+def _abstract(leaf: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)

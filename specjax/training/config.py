@@ -1,0 +1,155 @@
+"""What a training run can be told: data, optimiser and the loop around them."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from specjax.core.errors import ConfigError
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+def _at_least(owner: object, least: int, *names: str) -> None:
+    """Refuse integer fields below `least`, in one line that names the field."""
+    for name in names:
+        value = getattr(owner, name)
+        if value is not None and value < least:
+            kind = type(owner).__name__.removesuffix("Config")
+            raise ConfigError(f"{kind}.{name} must be at least {least}, got {value}")
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """The optimiser and its learning rate.
+
+    Attributes:
+        name: adamw, or muon (matrices by orthogonalised momentum, the rest by AdamW).
+        lr: highest learning rate.
+        betas: decay of the two moments.
+        eps: AdamW's divisor floor.
+        weight_decay: decoupled decay, on matrices only.
+        warmup: fraction of the steps in which the rate rises from 0.
+        schedule: how the rate goes on after that: cosine or linear to `final`, or constant.
+        final: last rate as a fraction of `lr`.
+        clip: largest global norm of the gradients; 0 for no limit.
+    """
+
+    name: Literal["adamw", "muon"] = "adamw"
+    lr: float = 6e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    warmup: float = 0.04
+    schedule: Literal["cosine", "constant", "linear"] = "cosine"
+    final: float = 0.0
+    clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot be meant."""
+        if self.lr <= 0:
+            raise ConfigError(f"Optim.lr must be above 0, got {self.lr}")
+        for name in ("warmup", "final"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"Optim.{name} must lie in 0 to 1, got {getattr(self, name)}")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"Optim.betas lie in 0 to below 1, got {self.betas}")
+        _at_least(self, 0, "eps", "weight_decay", "clip")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What a head is trained on.
+
+    Attributes:
+        files: chat file, or several: JSON lines with "messages"; the assistant's tokens are
+            supervised.
+        max_length: longer conversations are cut to this many tokens.
+        lengths: static lengths that batches are padded to, ascending; empty for four of them up
+            to `max_length`. Each costs one compilation.
+        min_supervised: rows with fewer supervised tokens are left out and counted.
+        holdout: this many rows are kept out of training, to measure the loss on.
+        shuffle: draw rows in an order given by seed and epoch.
+    """
+
+    files: str | tuple[str, ...] = ()
+    max_length: int = 512
+    lengths: tuple[int, ...] = ()
+    min_supervised: int = 1
+    holdout: int = 0
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot be meant."""
+        _at_least(self, 2, "max_length")
+        _at_least(self, 1, "min_supervised")
+        _at_least(self, 0, "holdout")
+        if self.lengths and (
+            list(self.lengths) != sorted(set(self.lengths)) or self.lengths[-1] < self.max_length
+        ):
+            raise ConfigError(
+                f"Data.lengths must ascend and end at or above Data.max_length "
+                f"{self.max_length}, got {self.lengths}"
+            )
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The chat files, however many were given."""
+        return (self.files,) if isinstance(self.files, str) else self.files
+
+    def buckets(self) -> tuple[int, ...]:
+        """The static lengths in use: those given, or quarters of the longest."""
+        if self.lengths:
+            return self.lengths
+        return tuple(sorted({-(-self.max_length * part // 4) for part in (1, 2, 3, 4)}))
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """One training run. The same configuration with the same `out` resumes it.
+
+    Attributes:
+        target: directory or hub id of the frozen target.
+        out: folder of the run: checkpoints, log, configuration and the trained head.
+        data: what to train on.
+        optim: how to train.
+        epochs: passes over the data, where `steps` is not given.
+        steps: optimiser steps, or None to let `epochs` decide.
+        batch_size: conversations in a forward pass.
+        accumulation: forward passes in an optimiser step.
+        target_dtype: dtype of the target and so of its features.
+        compute_dtype: dtype of the head's products; its master weights are float32 always.
+        seed: of the initial weights, the data order and everything random.
+        log_every: optimiser steps between records.
+        save_every: optimiser steps between checkpoints.
+        keep: newest checkpoints kept.
+        eval_every: optimiser steps between measurements on the held-out rows; 0 for the end only.
+        max_skipped: consecutive non-finite steps after which the run stops.
+        export_dtype: dtype of the trained head on disk.
+    """
+
+    target: str
+    out: str
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    epochs: int = 1
+    steps: int | None = None
+    batch_size: int = 8
+    accumulation: int = 1
+    target_dtype: Dtype = "bfloat16"
+    compute_dtype: Dtype = "bfloat16"
+    seed: int = 0
+    log_every: int = 10
+    save_every: int = 100
+    keep: int = 2
+    eval_every: int = 0
+    max_skipped: int = 10
+    export_dtype: Dtype = "float32"
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot be meant."""
+        counts = ("epochs", "steps", "batch_size", "accumulation", "log_every", "save_every")
+        _at_least(self, 1, *counts, "keep", "max_skipped")
+        _at_least(self, 0, "seed", "eval_every")
+        if not self.target or not self.out:
+            raise ConfigError("Trainer.target and Trainer.out must be given")
+        if not self.data.files:
+            raise ConfigError("Data.files is empty: give at least one chat file to train on")

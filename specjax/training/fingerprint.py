@@ -1,0 +1,96 @@
+"""What must not change between a checkpoint and its resumption, as JSON values by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from specjax.core.errors import DataError
+from specjax.io.hf import resolve
+from specjax.training.config import TrainerConfig
+from specjax.training.partition import Leaves, digest
+
+_EDGE = 1 << 16
+
+
+def of_run(config: TrainerConfig, head: Any, frozen: Leaves) -> dict[str, Any]:
+    """Return the fingerprint of a run: target, head, frozen weights, data and batches.
+
+    The optimiser's values and the number of steps may change on purpose; they are not part of it.
+    """
+    data = config.data
+    print_ = {
+        "target": of_target(config.target),
+        "data": of_files(data.paths),
+        "batches": [list(data.buckets()), data.max_length, data.min_supervised, data.holdout],
+        "shuffle": data.shuffle,
+        "batch_size": config.batch_size,
+        "accumulation": config.accumulation,
+        "target_dtype": config.target_dtype,
+        "compute_dtype": config.compute_dtype,
+        "optimizer": config.optim.name,
+        "seed": config.seed,
+        "head": getattr(head, "name", type(head).__name__),
+        **{f"head.{name}": value for name, value in flatten(head).items()},
+        **{f"frozen {name}": digest(leaf) for name, leaf in frozen.items()},
+    }
+    return json.loads(json.dumps(print_))  # tuples as JSON gives them back
+
+
+def of_target(path: str) -> str:
+    """Return a digest of a target's configuration and of its weight files' sizes and ends.
+
+    Whole files would cost minutes for large targets; a header and an end differ between any two
+    trainings of one architecture in practice.
+    """
+    root = resolve(path)
+    total = hashlib.sha256((root / "config.json").read_bytes())
+    for file in sorted(root.glob("*.safetensors")):
+        size = file.stat().st_size
+        with file.open("rb") as handle:
+            total.update(f"{file.name} {size} ".encode() + handle.read(_EDGE))
+            handle.seek(max(size - _EDGE, 0))
+            total.update(handle.read())
+    return total.hexdigest()[:12]
+
+
+def of_files(paths: Iterable[str]) -> str:
+    """Return a digest of the training files' contents, in order.
+
+    Raises:
+        DataError: no such file.
+    """
+    total = hashlib.sha256()
+    for path in paths:
+        try:
+            total.update(hashlib.sha256(Path(path).expanduser().read_bytes()).digest())
+        except OSError as error:
+            raise DataError(f"cannot read {path}: {error.strerror}") from None
+    return total.hexdigest()[:12]
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Return a frozen dataclass as dotted names and plain values; functions count by name."""
+    out: dict[str, Any] = {}
+    for field in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
+        item = getattr(value, field.name)
+        name = f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(item):
+            out.update(flatten(item, f"{name}."))
+        else:
+            out[name] = _plain(item)
+    return out
+
+
+def _plain(item: Any) -> Any:
+    if isinstance(item, list | tuple):
+        return [_plain(part) for part in item]
+    if dataclasses.is_dataclass(item):
+        return flatten(item)
+    if item is None or isinstance(item, bool | int | float | str):
+        return item
+    return getattr(item, "__qualname__", str(item))

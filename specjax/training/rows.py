@@ -1,0 +1,78 @@
+"""The training and held-out batches of a run, from its chat files and the target's tokenizer."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from specjax.core.errors import DataError
+from specjax.data.chat import ChatEncoder
+from specjax.data.dataset import Batches, RowCounts, load_chats
+from specjax.io.hf import resolve
+from specjax.training.config import TrainerConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingData:
+    """What a run trains on and is measured on.
+
+    Attributes:
+        train: batches in training order.
+        heldout: batches of the rows kept out, None if there are none.
+        report: one line on what became of the files' rows.
+    """
+
+    train: Batches
+    heldout: Batches | None
+    report: str
+
+
+def load(config: TrainerConfig, stop_ids: tuple[int, ...]) -> TrainingData:
+    """Read, tokenise, mask, filter and batch the data of a run.
+
+    Args:
+        config: the run.
+        stop_ids: the target's, which end an assistant's turn.
+
+    Raises:
+        DataError: nothing to train on, or the tokenizer cannot render chats.
+    """
+    from transformers import AutoTokenizer
+
+    data = config.data
+    tokenizer = AutoTokenizer.from_pretrained(resolve(config.target))
+    encoder = ChatEncoder(tokenizer, stop_ids)
+    rows, counts = load_chats(data.paths, encoder, data.max_length)
+    # Token 0 is never predicted, whatever its mask.
+    usable = [row for row in rows if row.mask[1:].sum() >= data.min_supervised]
+    few = len(rows) - len(usable)
+    if len(usable) <= data.holdout:
+        raise DataError(
+            f"{len(usable)} usable rows leave nothing to train on beside Data.holdout="
+            f"{data.holdout}"
+        )
+    at = len(usable) - data.holdout
+    pad = tokenizer.pad_token_id or 0
+
+    def batches(part: list, shuffle: bool) -> Batches:
+        return Batches(part, config.batch_size, data.buckets(), config.seed, shuffle, pad)
+
+    return TrainingData(
+        train=batches(usable[:at], data.shuffle),
+        heldout=batches(usable[at:], False) if data.holdout else None,
+        report=_report(counts, few, at),
+    )
+
+
+def _report(counts: RowCounts, few: int, trained: int) -> str:
+    left_out = {
+        "empty": counts.empty,
+        "too short": counts.short,
+        "without an answer in reach": counts.masked,
+        "with too few supervised tokens": few,
+    }
+    dropped = ", ".join(f"{number} {name}" for name, number in left_out.items() if number)
+    return (
+        f"{trained} rows to train on, {counts.used - few - trained} held out; "
+        f"{counts.supervised} of {counts.tokens} tokens supervised; {counts.cut} rows cut; "
+        f"left out: {dropped or 'none'}"
+    )

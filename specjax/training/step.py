@@ -1,0 +1,211 @@
+"""The compiled step: target forward, the head's loss, gradients and update in one program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from specjax.heads.base import Borrowed, TrainBatch
+from specjax.targets.base import Target
+from specjax.training.partition import Leaves, Partition, cast_floats
+
+PyTree = Any
+HostBatch = dict[str, Any]
+Metrics = dict[str, jax.Array]
+
+
+@struct.dataclass
+class TrainState:
+    """Everything a step changes, and so all that a checkpoint needs beside the data position.
+
+    Randomness is `fold_in(key(seed), step)`: step and seed are its whole state.
+
+    Attributes:
+        step: optimiser steps taken, skipped ones included.
+        trained: float32 master weights by path.
+        optimizer: optax state.
+        skipped: steps that changed nothing because loss or gradients were not finite.
+    """
+
+    step: Int[Array, ""]
+    trained: Leaves
+    optimizer: PyTree
+    skipped: Int[Array, ""]
+
+
+@struct.dataclass
+class Gathered:
+    """Sums over the forward passes of an optimiser step, weighted by supervised tokens."""
+
+    gradients: Leaves
+    loss: Float[Array, ""]
+    weight: Float[Array, ""]
+
+
+@struct.dataclass
+class Fixed:
+    """What no step changes: the head's frozen leaves, and the target."""
+
+    frozen: Leaves
+    target: PyTree
+
+
+def new_state(trained: Leaves, optimizer: optax.GradientTransformation) -> TrainState:
+    """Return the state before the first step."""
+    zero = jnp.zeros((), jnp.int32)
+    # Copies, for the state is donated: zero twice is one buffer, and the caller keeps its leaves.
+    trained = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), trained)
+    return TrainState(zero, trained, optimizer.init(trained), jnp.zeros((), jnp.int32))
+
+
+def nothing_gathered(trained: Leaves) -> Gathered:
+    """Return empty sums."""
+    return Gathered(jax.tree.map(jnp.zeros_like, trained), jnp.float32(0), jnp.float32(0))
+
+
+def borrow(target: Target, target_params: PyTree) -> Borrowed:
+    """Return what heads borrow of a target."""
+    return Borrowed(
+        embedding=target.input_embedding(target_params),
+        output=target.output_weights(target_params),
+    )
+
+
+def features(
+    target: Target, target_params: PyTree, taps: tuple[int, ...], batch: HostBatch, key: jax.Array
+) -> TrainBatch:
+    """Run the frozen target over a batch and keep its last states and the tapped streams.
+
+    Args:
+        target: the target.
+        target_params: its weights; states come in their dtype.
+        taps: residual streams to keep.
+        batch: "input_ids" `[B, S]` right padded, "loss_mask" `[B, S]`, "lengths" `[B]`.
+        key: handed on to the loss.
+
+    Returns:
+        The batch as heads get it; no gradient flows into it.
+    """
+    out = target.forward(target_params, batch["input_ids"], batch["lengths"], None, taps)
+    return TrainBatch(
+        tokens=batch["input_ids"],
+        loss_mask=batch["loss_mask"],
+        lengths=batch["lengths"],
+        hidden=jax.lax.stop_gradient(out.hidden),
+        taps=jax.lax.stop_gradient(out.taps),
+        key=key,
+    )
+
+
+class Steps:
+    """The compiled functions of one run; one compilation of each per batch shape."""
+
+    def __init__(
+        self,
+        target: Target,
+        head: Any,
+        partition: Partition,
+        optimizer: optax.GradientTransformation,
+        *,
+        compute_dtype: str = "float32",
+        seed: int = 0,
+    ) -> None:
+        """Bind what is static. Weights are arguments of every call, never constants."""
+        self._target = target
+        self._head = head
+        self._partition = partition
+        self._optimizer = optimizer
+        self._dtype = compute_dtype
+        self._seed = seed
+        self.train: Callable[..., Any] = jax.jit(
+            self._train, static_argnames="last", donate_argnums=(0, 1)
+        )
+        self.evaluate: Callable[..., Any] = jax.jit(self._evaluate)
+
+    def _loss(self, trained: Leaves, fixed: Fixed, batch: TrainBatch) -> tuple[jax.Array, Metrics]:
+        params = cast_floats(self._partition.join(trained, fixed.frozen), self._dtype)
+        loss, metrics = self._head.loss(params, borrow(self._target, fixed.target), batch)
+        return loss.astype(jnp.float32), metrics
+
+    def _features(self, fixed: Fixed, batch: HostBatch, key: jax.Array) -> TrainBatch:
+        found = features(self._target, fixed.target, self._head.taps, batch, key)
+        return found.replace(taps=found.taps.astype(self._dtype))
+
+    def _train(
+        self,
+        state: TrainState,
+        gathered: Gathered | None,
+        fixed: Fixed,
+        batch: HostBatch,
+        part: Int[Array, ""],
+        *,
+        last: bool,
+    ) -> tuple[TrainState, Gathered | None, Metrics]:
+        """Take in one batch; with `last`, update the weights.
+
+        Args:
+            state: donated.
+            gathered: sums of the batches before, donated; None if a step has one batch only.
+            fixed: frozen weights.
+            batch: see `features`.
+            part: which batch of the step it is, for its random key.
+            last: whether it is the step's last.
+
+        Returns:
+            (state, sums, metrics of this batch).
+        """
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), state.step), part)
+        supervised = jnp.sum(batch["loss_mask"], dtype=jnp.float32)
+        grad = jax.value_and_grad(partial(self._loss), has_aux=True)
+        (loss, metrics), gradients = grad(state.trained, fixed, self._features(fixed, batch, key))
+        metrics = {**metrics, "loss": loss, "supervised": supervised}
+        if gathered is not None:
+            gathered = Gathered(
+                jax.tree.map(
+                    lambda sums, new: sums + supervised * new, gathered.gradients, gradients
+                ),
+                gathered.loss + supervised * loss,
+                gathered.weight + supervised,
+            )
+            if not last:
+                return state, gathered, metrics
+            weight = jnp.maximum(gathered.weight, 1)
+            gradients = jax.tree.map(lambda sums: sums / weight, gathered.gradients)
+            loss = gathered.loss
+            gathered = nothing_gathered(state.trained)
+        state, norm = self._update(state, gradients, loss)
+        return state, gathered, {**metrics, "gradient_norm": norm, "skipped": state.skipped}
+
+    def _update(
+        self, state: TrainState, gradients: Leaves, loss: jax.Array
+    ) -> tuple[TrainState, jax.Array]:
+        """Apply gradients, unless they or the loss are not finite: then only count."""
+        norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in gradients.values()))
+        finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+        updates, optimizer = self._optimizer.update(gradients, state.optimizer, state.trained)
+        trained = optax.apply_updates(state.trained, updates)
+
+        def choose(new: PyTree, old: PyTree) -> PyTree:
+            return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+
+        state = TrainState(
+            step=state.step + 1,
+            trained=choose(trained, state.trained),
+            optimizer=choose(optimizer, state.optimizer),
+            skipped=state.skipped + jnp.where(finite, 0, 1),
+        )
+        return state, norm
+
+    def _evaluate(self, state: TrainState, fixed: Fixed, batch: HostBatch) -> Metrics:
+        """Return the metrics of a batch; the same random key every time."""
+        found = self._features(fixed, batch, jax.random.key(self._seed))
+        loss, metrics = self._loss(state.trained, fixed, found)
+        supervised = jnp.sum(batch["loss_mask"], dtype=jnp.float32)
+        return {**metrics, "loss": loss, "supervised": supervised}

@@ -1,0 +1,15 @@
+"""What every test runs under: the CPU, no network, and eight devices for those that ask."""
+
+import os
+
+import pytest
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # The number of host devices is fixed when jax starts, hence a process of their own.
+    if config.option.markexpr == "devices8":
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()

@@ -1,0 +1,117 @@
+"""The schema of results.jsonl, and what a run of known acceptance writes into it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specjax.core.errors import DataError
+from specjax.evaluation import records
+from specjax.evaluation.records import Record
+from tests.evaluation.conftest import NEW
+
+SCHEMA = {
+    "schema_version": int,
+    "run": str,
+    "target": str,
+    "head": str,
+    "num_speculative_tokens": int,
+    "temperature": float,
+    "concurrency": int,
+    "dtype": str,
+    "prompts": int,
+    "identical": int,
+    "output_tokens": int,
+    "output_tokens_per_second": float,
+    "decode_tokens_per_second": float,
+    "baseline_output_tokens_per_second": dict,
+    "speedup": float,
+    "speedup_same_dtype": float,
+    "acceptance_rate_per_position": list,
+    "acceptance_rate_per_position_conditional": list,
+    "configuration": dict,
+    "machine": dict,
+}
+
+
+def test_every_record_has_the_schema(rows: list[Record]) -> None:
+    for row in json.loads(json.dumps(rows, allow_nan=False)):
+        for key, kind in SCHEMA.items():
+            assert isinstance(row[key], kind), key
+        assert row["configuration"]["num_speculative_tokens"] == 3
+        assert row["machine"]["jax"]
+
+
+def test_baseline_record(rows: list[Record]) -> None:
+    base = rows[0]
+    assert (base["head"], base["num_speculative_tokens"]) == ("none", 0)
+    assert set(base["baseline_output_tokens_per_second"]) == {"float32", "bfloat16"}
+    fastest = max(base["baseline_output_tokens_per_second"].items(), key=lambda item: item[1])
+    assert (base["dtype"], base["output_tokens_per_second"]) == fastest
+    assert base["speedup"] == 1.0
+    assert base["identical"] == 4
+    # F69: nothing was drafted, so there is nothing to report.
+    assert base["mean_acceptance_length"] is None
+    assert base["acceptance_rate"] is None
+    assert base["acceptance_rate_per_position"] == []
+
+
+def test_known_acceptance_comes_out(rows: list[Record]) -> None:
+    """Of 3 drafts 2 are right; the last round's budget leaves room for 2."""
+    row = rows[1]
+    assert (row["head"], row["num_speculative_tokens"]) == ("eagle3", 3)
+    assert row["output_tokens"] == 4 * NEW
+    assert row["identical"] == row["prompts"] == 4
+    assert row["differing"] == 0
+    assert row["flip_rate"] == 0
+    assert row["draft_rounds"] == 16
+    assert row["drafted_per_position"] == [16, 16, 12]
+    assert row["accepted_per_position"] == [16, 16, 0]
+    assert row["mean_acceptance_length"] == 3.0
+    assert row["acceptance_rate"] == pytest.approx(32 / 44)
+    assert row["acceptance_rate_per_position"] == [1.0, 1.0, 0.0]
+    assert row["acceptance_rate_per_position_conditional"] == [1.0, 1.0, 0.0]
+    shares = row["time_shares"]
+    assert shares["draft"] + shares["verify"] + shares["other"] == pytest.approx(1)
+
+
+def test_speedup_is_against_the_faster_baseline(rows: list[Record]) -> None:
+    row = rows[1]
+    repeats = row["baseline_output_tokens_per_second_repeats"][row["baseline_dtype"]]
+    paired = [a / b for a, b in zip(row["output_tokens_per_second_repeats"], repeats, strict=True)]
+    assert (row["speedup_low"], row["speedup_high"]) == (min(paired), max(paired))
+
+
+def test_append_keeps_earlier_records_and_leaves_no_partial_file(tmp_path: Path) -> None:
+    for i in range(2):
+        records.append([{"schema_version": 1, "n": i, "x": float("inf")}], tmp_path)
+    assert [row["n"] for row in records.read(tmp_path)] == [0, 1]
+    assert records.read(tmp_path)[0]["x"] is None
+    assert [path.name for path in tmp_path.iterdir()] == ["results.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [('{"schema_version": 99}', "schema_version 99"), ("{", "not a line of JSON"), ("3", "None")],
+)
+def test_unreadable_results_are_named(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "results.jsonl").write_text(text)
+    with pytest.raises(DataError, match=f"results.jsonl:1: .*{words}"):
+        records.read(tmp_path)
+
+
+def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: Any) -> None:
+    path = tmp_path / "a"
+    path.write_text("old")
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(records.os, "replace", full)
+    with pytest.raises(DataError, match="No space left"):
+        records.write_whole(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]

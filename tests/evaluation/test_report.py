@@ -1,0 +1,68 @@
+"""Tables fit the terminal, reports say what must be said."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+
+from rich.console import Console
+
+from specjax.evaluation import records, report
+from specjax.evaluation.records import Record
+
+
+def wide(rows: list[Record]) -> list[Record]:
+    """Return the rows with the longest values that real runs have."""
+    row = copy.deepcopy(rows[1])
+    row |= {"head": "gemma4_mtp", "num_speculative_tokens": 15, "concurrency": 128}
+    row |= {"output_tokens_per_second": 123456.7, "decode_tokens_per_second": 123456.7}
+    row |= {"prompts": 1319, "identical": 1319, "speedup_low": 10.01, "speedup_high": 10.99}
+    row |= {"acceptance_rate_per_position": [0.5] * 15}
+    row |= {"acceptance_rate_per_position_conditional": [0.5] * 15}
+    return [*rows, row]
+
+
+def shown(rows: list[Record], width: int = 200) -> str:
+    out = io.StringIO()
+    report.show(rows, Console(file=out, width=width))
+    return out.getvalue()
+
+
+def test_tables_fit_a_hundred_columns(rows: list[Record]) -> None:
+    text = shown(wide(rows))
+    assert max(map(len, text.splitlines())) <= 100
+    assert "1319/1319" in text  # not folded
+
+
+def test_missing_figures_read_na(rows: list[Record]) -> None:
+    """F69: nothing drafted."""
+    header, lines = report.summary(rows)
+    base = dict(zip(header, lines[0], strict=True))
+    assert base["accept. length"] == base["accept. rate"] == "n/a"
+    assert "nan" not in shown(rows).lower()
+
+
+def test_remarks_tell_of_the_other_dtype_and_of_differences(rows: list[Record]) -> None:
+    row = copy.deepcopy(rows[1])
+    row |= {"baseline_dtype": "bfloat16", "dtype": "float32"}
+    row |= {"differing": 2, "near_ties": 2, "flip_rate": 0.01, "near_tie_bound": 0.3}
+    said = " ".join(report.remarks([row]))
+    assert "try Eval.dtype=bfloat16" in said
+    assert "2 of 4 texts differ" in said
+    assert "one flip in 100 tokens" in said
+    assert "NOT LOSSLESS" not in said
+    row["near_ties"] = 1
+    assert "NOT LOSSLESS" in " ".join(report.remarks([row]))
+
+
+def test_report_of_all_records(rows: list[Record], tmp_path: Path) -> None:
+    records.append(wide(rows), tmp_path)
+    report.write(tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    for name in ("throughput.png", "acceptance.png", "time_shares.png"):
+        assert f"({name})" in text
+        assert (tmp_path / name).stat().st_size > 5000
+    assert "| gemma4_mtp | 15 |" in text
+    tables = [line for line in text.splitlines() if line.startswith("|")]
+    assert all(line.endswith("|") for line in tables)

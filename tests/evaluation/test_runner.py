@@ -1,0 +1,137 @@
+"""The whole command: files written, texts compared, mistakes told in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specjax import eval as door
+from specjax import targets
+from specjax.core.params import init_params
+from specjax.evaluation import records, runner
+from specjax.io.hf import save_checkpoint
+from tests.evaluation.known import CONFIG
+
+
+def test_a_run_writes_everything(recorded: Any, tmp_path: Path, capsys: Any) -> None:
+    rows = recorded(time_shares=False)
+    assert [row["head"] for row in records.read(tmp_path)] == [r["head"] for r in rows]
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "results.jsonl",
+        "report.md",
+        "config.gin",
+        "throughput.png",
+        "acceptance.png",
+    }
+    assert (tmp_path / "config.gin").read_text() == "# settings"
+    assert (tmp_path / "acceptance.png").read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert "a note" in printed
+    assert "4/4" in printed
+
+
+def test_a_wrong_text_is_reported(recorded: Any, monkeypatch: Any, capsys: Any) -> None:
+    """F62: a difference beyond rounding is never passed over."""
+    original = runner.run_alternating
+
+    def spoilt(*args: Any) -> Any:
+        measured = original(*args)
+        for each in measured[-1].passes:
+            first = each.results[0]
+            wrong = (*first.token_ids[:-1], (first.token_ids[-1] + 1) % 61)
+            each.results[0] = dataclasses.replace(first, token_ids=wrong)
+        return measured
+
+    monkeypatch.setattr(runner, "run_alternating", spoilt)
+    row = recorded(time_shares=False)[1]
+    assert row["identical"] == 3
+    assert row["differing"] == 1
+    assert row["near_ties"] == 0
+    assert row["differences"][0]["position"] == 12
+    assert "NOT LOSSLESS" in capsys.readouterr().out
+
+
+def test_sampled_texts_are_not_compared(recorded: Any, subject: Any) -> None:
+    row = recorded(time_shares=False, temperature=1.0, repeats=1)[1]
+    assert row["identical"] is None
+    assert row["differences"] is None
+    assert row["speedup"] > 0
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: Any) -> Path:
+    """Save a tiny target with a tokenizer: the words w0 ... w60."""
+    import jax
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    path = tmp_path_factory.mktemp("target")
+    target = targets.from_config(CONFIG)
+    params = init_params(target.specs(), jax.random.key(0))
+    save_checkpoint(target.specs(), params, CONFIG, path)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(61)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1")
+    fast.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}w2"
+    fast.save_pretrained(path)
+    return path
+
+
+def call(argv: list[str], capsys: Any) -> str:
+    """Run `specjax eval` and return its one line of error, "" where it went well."""
+    code = door.main([*argv, "Eval.repeats=1"])
+    error = capsys.readouterr().err.strip()
+    assert code == (2 if error else 0)
+    assert "\n" not in error
+    return error
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "no such file"),
+        ("", "is empty"),
+        ('{"question": "w3"}', "prompts.jsonl:1: expected .turns."),
+        (
+            '{"turns": ["w3"]}\n{"turns": ["' + "w3 " * 120 + '"]}',
+            "prompts.jsonl:2: a prompt of 121",
+        ),
+    ],
+)
+def test_bad_prompts(
+    checkpoint: Path, tmp_path: Path, capsys: Any, content: str | None, words: str
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    if content is not None:
+        prompts.write_text(content)
+    argv = ["--target", str(checkpoint), "--head", "none", "--prompts", str(prompts)]
+    error = call([*argv, "--out", str(tmp_path / "out"), "Eval.max_new_tokens=16"], capsys)
+    assert re.search(words, error), error
+
+
+def test_missing_head_and_unwritable_out(checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"turns": ["w3"]}')
+    argv = ["--target", str(checkpoint), "--prompts", str(prompts)]
+    out = ["--out", str(tmp_path / "out")]
+    assert "missing" in call([*argv, "--head", "missing", *out], capsys)
+    out = ["--out", str(prompts / "below-a-file")]
+    assert "cannot be made" in call([*argv, "--head", "none", *out], capsys)
+
+
+def test_baseline_alone_from_files(checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"turns": ["w3 w4", "w5"]}\n{"turns": ["w6"]}\n{"turns": ["w7"]}')
+    argv = ["--target", str(checkpoint), "--head", "none", "--prompts", str(prompts)]
+    argv += ["--out", str(tmp_path / "out"), "Eval.max_new_tokens=4", "Eval.num_prompts=2"]
+    assert call(argv, capsys) == ""
+    (row,) = records.read(tmp_path / "out")
+    assert (row["head"], row["prompts"], row["target"]) == ("none", 2, checkpoint.name)
+    assert row["notes"] == ["1 prompts have further turns; only their first was asked."]
+    assert json.dumps(row, allow_nan=False)
+    assert "Eval.num_prompts = 2" in (tmp_path / "out" / "config.gin").read_text()
