@@ -20,9 +20,9 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.fixture_checks.compare import compare, print_table  # noqa: E402
-from scripts.fixture_checks.fixture import read_fixture  # noqa: E402
-from specjax.core.errors import SpecJaxError  # noqa: E402
+from scripts.fixture_checks.compare import compare, print_table
+from scripts.fixture_checks.fixture import read_fixture
+from specjax.core.errors import SpecJaxError
 
 
 def check(directory: Path, output: Path, strict: bool, console: Console) -> int:

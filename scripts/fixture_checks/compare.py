@@ -53,9 +53,7 @@ def _line(name: str, fixture: Fixture, outcome: Outcome) -> Line:
     return judge(name, outcome.tensors[name], fixture.expected[name], outcome.ties.get(name))
 
 
-def judge(
-    name: str, got: np.ndarray, want: np.ndarray, ties: np.ndarray | None = None
-) -> Line:
+def judge(name: str, got: np.ndarray, want: np.ndarray, ties: np.ndarray | None = None) -> Line:
     """Compare one tensor: integers and booleans exactly, floats within the tolerance."""
     if got.shape != want.shape:
         return Line(name, None, f"FAILS: shape {got.shape} for {want.shape}", failed=True)

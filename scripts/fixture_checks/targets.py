@@ -101,9 +101,7 @@ def chunked(target: Target, params: Any, tokens: np.ndarray, prefix: int) -> np.
     return np.asarray(run(params, tokens[:, :prefix], tokens[:, prefix:]))
 
 
-def greedy(
-    target: Target, params: Any, prompts: np.ndarray, count: int
-) -> dict[str, np.ndarray]:
+def greedy(target: Target, params: Any, prompts: np.ndarray, count: int) -> dict[str, np.ndarray]:
     """Decode greedily past any stop token: ids by the engine, logits by its round's own pass."""
     engine = Engine(target, params, config=EngineConfig(concurrency=len(prompts)), stop_ids=())
     requests = [Request(tuple(map(int, row)), max_new_tokens=count) for row in prompts]

@@ -16,7 +16,7 @@ _HOMES = {
     "RunTimes": "specjax.decode.requests",
 }
 
-__all__ = ["Engine", "EngineConfig", "Request", "Result", "RunTimes"]  # noqa: F822
+__all__ = ["Engine", "EngineConfig", "Request", "Result", "RunTimes"]
 
 
 def __getattr__(name: str) -> Any:

@@ -35,8 +35,8 @@ class Observation:
     next_tokens: Int[Array, "B T"]
     hidden: Float[Array, "B T H"]
     taps: Float[Array, "n B T H"]
-    count: Int[Array, "B"]
-    start: Int[Array, "B"]
+    count: Int[Array, B]
+    start: Int[Array, B]
 
 
 @struct.dataclass
@@ -64,10 +64,10 @@ class DraftContext:
         sampling: how the row samples.
     """
 
-    anchor: Int[Array, "B"]
-    position: Int[Array, "B"]
+    anchor: Int[Array, B]
+    position: Int[Array, B]
     tokens: Int[Array, "B S"]
-    lengths: Int[Array, "B"]
+    lengths: Int[Array, B]
     sampling: Sampling
 
 
@@ -103,7 +103,7 @@ class TrainBatch:
 
     tokens: Int[Array, "B S"]
     loss_mask: Bool[Array, "B S"]
-    lengths: Int[Array, "B"]
+    lengths: Int[Array, B]
     hidden: Float[Array, "B S H"]
     taps: Float[Array, "n B S H"]
     key: Key[Array, ""]
@@ -139,7 +139,9 @@ class Head(Protocol):
         """Return the state before any token; every leaf has the rows on axis 0."""
         ...
 
-    def observe(self, params: PyTree, borrowed: Borrowed, state: PyTree, obs: Observation) -> PyTree:
+    def observe(
+        self, params: PyTree, borrowed: Borrowed, state: PyTree, obs: Observation
+    ) -> PyTree:
         """Take in newly committed positions; rows with count 0 keep their state."""
         ...
 
@@ -174,7 +176,9 @@ class NullHead:
         del batch, capacity, dtype
         return ()
 
-    def observe(self, params: PyTree, borrowed: Borrowed, state: PyTree, obs: Observation) -> PyTree:
+    def observe(
+        self, params: PyTree, borrowed: Borrowed, state: PyTree, obs: Observation
+    ) -> PyTree:
         """Nothing to take in."""
         del params, borrowed, obs
         return state

@@ -181,7 +181,9 @@ def load_params(
     return map_specs(load, specs, shardings)
 
 
-def export_tensors(specs: PyTree, params: PyTree, dtype: str | None = None) -> dict[str, np.ndarray]:
+def export_tensors(
+    specs: PyTree, params: PyTree, dtype: str | None = None
+) -> dict[str, np.ndarray]:
     """Return {published name: array} of a parameter tree, cast to `dtype` if given."""
     out: dict[str, np.ndarray] = {}
 

@@ -15,7 +15,9 @@ def lookup(table: Float[Array, "V H"], tokens: Int[Array, "*B"]) -> Float[Array,
     XLA's CPU backend gathers from a bfloat16 table by converting all of it to float32 first, in
     every call; the same rows gathered as 16-bit integers cost only themselves.
     """
-    return _lookup_bits(table.shape, table, tokens) if table.dtype == jnp.bfloat16 else table[tokens]
+    return (
+        _lookup_bits(table.shape, table, tokens) if table.dtype == jnp.bfloat16 else table[tokens]
+    )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

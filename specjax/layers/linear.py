@@ -26,7 +26,7 @@ def _doubled_row(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def linear_f32(
-    x: Float[Array, "... I"], w: Float[Array, "O I"], bias: Float[Array, "O"] | None = None
+    x: Float[Array, "... I"], w: Float[Array, "O I"], bias: Float[Array, O] | None = None
 ) -> Float[Array, "... O"]:
     """Compute `x @ w.T + bias`, accumulated and returned in float32.
 
@@ -42,7 +42,7 @@ def linear_f32(
 
 
 def linear(
-    x: Float[Array, "... I"], w: Float[Array, "O I"], bias: Float[Array, "O"] | None = None
+    x: Float[Array, "... I"], w: Float[Array, "O I"], bias: Float[Array, O] | None = None
 ) -> Float[Array, "... O"]:
     """Compute `x @ w.T + bias` with float32 accumulation, returned in the dtype of `x`."""
     return linear_f32(x, w, bias).astype(x.dtype)

@@ -111,7 +111,7 @@ def inverse_frequencies(config: RopeConfig) -> tuple[np.ndarray, float]:
 
 
 def rope_tables(
-    config: RopeConfig, positions: Int[Array, "..."]
+    config: RopeConfig, positions: Int[Array, ...]
 ) -> tuple[Float[Array, "... R"], Float[Array, "... R"]]:
     """Compute (cos, sin), each `[..., dims / 2]` float32, at integer `positions`."""
     inv, factor = inverse_frequencies(config)

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.decode.scripted import CONFIG, VOCAB
 
 from specjax import targets
 from specjax.core.params import init_params
 from specjax.decode import Engine, EngineConfig, Request
+from tests.decode.scripted import CONFIG, VOCAB
 
 
 @pytest.fixture(scope="session")

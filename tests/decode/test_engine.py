@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.decode.scripted import CONFIG, VOCAB, ScriptedHead
 
 from specjax import targets
 from specjax.core.errors import PairingError, RequestError
 from specjax.decode import Engine, EngineConfig, Request
 from specjax.decode import engine as engine_module
 from specjax.decode.compiles import CompileClock
+from tests.decode.scripted import CONFIG, VOCAB, ScriptedHead
 
 BASE = EngineConfig(num_speculative_tokens=4, concurrency=4, capacity=128)
 
@@ -67,9 +67,7 @@ def test_f59_no_drafts_and_a_budget_of_one(
     )
     assert zero[0].token_ids == baseline[3][:9]
     for budget in range(1, 8):  # every way a budget can end inside a block of five
-        one = run(
-            target, params, [Request(prompts[3], budget)], ScriptedHead(spoil=0), script
-        )
+        one = run(target, params, [Request(prompts[3], budget)], ScriptedHead(spoil=0), script)
         assert one[0].token_ids == baseline[3][:budget]
         assert one[0].finish_reason == "length"
         assert sum(one[0].accepted) <= budget - 1
@@ -103,9 +101,7 @@ def test_refilled_lanes_leave_no_trace_and_keep_order(
     seen: list[int] = []
     engine = Engine(target, params, ScriptedHead(), script, BASE)
     results = engine.generate(requests, on_result=lambda r: seen.append(r.index))
-    assert [r.token_ids for r in results] == [
-        b[:n] for b, n in zip(baseline, budgets, strict=True)
-    ]
+    assert [r.token_ids for r in results] == [b[:n] for b, n in zip(baseline, budgets, strict=True)]
     assert sorted(seen) == list(range(len(prompts)))
     assert [r.index for r in results] == list(range(len(prompts)))
 
@@ -162,9 +158,7 @@ def test_f46_copies_with_distinct_seeds_differ(target: Any, params: Any, prompts
     assert len({r.token_ids for r in results}) == 16
 
 
-def test_f53_idle_lanes_change_nothing(
-    target: Any, params: Any, prompts: Any, script: Any
-) -> None:
+def test_f53_idle_lanes_change_nothing(target: Any, params: Any, prompts: Any, script: Any) -> None:
     head, request = ScriptedHead(), [Request(prompts[5], 30)]
     wide = run(target, params, request, head, script, concurrency=4, num_speculative_tokens=7)
     narrow = run(target, params, request, head, script, concurrency=1, num_speculative_tokens=7)
@@ -240,9 +234,7 @@ def test_head_state_sees_exactly_what_was_committed(
         single = engine.prefill(Request(prompts[lane], 30), 128)
         state = engine_module._insert(state, jnp.int32(lane), single)
     for _ in range(6):
-        state, _ = engine_module._run_rounds(
-            engine.decoder, engine.weights, state, jnp.int32(3)
-        )
+        state, _ = engine_module._run_rounds(engine.decoder, engine.weights, state, jnp.int32(3))
     for lane in range(4):
         length = int(state.lengths[lane])
         assert int(state.cache.lengths[lane]) == length - 1

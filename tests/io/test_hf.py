@@ -155,7 +155,10 @@ def test_shard_without_the_tensor_the_index_promises(model):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model_type": "lama"}, "'lama' is not supported; have llama, qwen3; did you mean 'llama'?"),
+        (
+            {"model_type": "lama"},
+            "'lama' is not supported; have llama, qwen3; did you mean 'llama'?",
+        ),
         ({"model_type": None}, "model_type None is not supported"),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope type 'longrope'"),
         ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),

@@ -73,9 +73,7 @@ def test_yarn_by_hand():
     assert factor == pytest.approx(1 + 0.1 * math.log(4))
     assert frequencies({**YARN, "attention_factor": 1.5})[1] == 1.5
     both = {**YARN, "mscale": 0.5, "mscale_all_dim": 2.0}
-    assert frequencies(both)[1] == pytest.approx(
-        (1 + 0.05 * math.log(4)) / (1 + 0.2 * math.log(4))
-    )
+    assert frequencies(both)[1] == pytest.approx((1 + 0.05 * math.log(4)) / (1 + 0.2 * math.log(4)))
 
 
 def test_yarn_without_truncation_keeps_the_exact_bounds():

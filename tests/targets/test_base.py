@@ -179,7 +179,9 @@ def test_taps_show_the_layer_they_name(model):
     before, _ = run(target, params, tokens, valid, None, all_taps(target))
     layers = list(params.layers)
     down = layers[1].mlp.down
-    layers[1] = layers[1].replace(mlp=layers[1].mlp.replace(down_bias=jnp.full(down.shape[0], 10.0)))
+    layers[1] = layers[1].replace(
+        mlp=layers[1].mlp.replace(down_bias=jnp.full(down.shape[0], 10.0))
+    )
     after, _ = run(
         target, params.replace(layers=tuple(layers)), tokens, valid, None, all_taps(target)
     )
