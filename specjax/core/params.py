@@ -1,4 +1,4 @@
-"""One tree describes a model's weights: specs, initialisation, counts, shapes and names are loops over it.
+"""One tree describes a model's weights; specs, shapes, counts and names are loops over it.
 
 A family's weight dataclasses are registered pytrees. `abstract(config)` fills them with
 `ParamSpec` leaves; the loader, the exporter, the planner and the initialiser replace those leaves
