@@ -80,7 +80,7 @@ class BlockConfig:
         kv_heads = config.get("num_key_value_heads") or heads
         if heads % kv_heads:
             raise CheckpointError(
-                f"config.json: {heads} attention heads do not divide over {kv_heads} key-value heads"
+                f"config.json: {heads} heads do not divide over {kv_heads} key-value heads"
             )
         head_dim = config.get("head_dim") or hidden // heads
         return cls(
