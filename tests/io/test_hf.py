@@ -162,7 +162,7 @@ def test_shard_without_the_tensor_the_index_promises(model):
         ({"model_type": None}, "model_type None is not supported"),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope type 'longrope'"),
         ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
-        ({"num_key_value_heads": 3}, "4 attention heads do not divide over 3"),
+        ({"num_key_value_heads": 3}, "4 heads do not divide over 3"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
         ({"num_hidden_layers": None}, "lacks num_hidden_layers"),
         ({"hidden_size": None, "intermediate_size": None}, "lacks hidden_size, intermediate_size"),
