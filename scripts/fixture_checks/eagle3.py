@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 from typing import Any
 
 import jax
@@ -35,6 +36,8 @@ from specjax.targets.base import TargetInfo
 
 _BUILT = ("llama", "qwen3")
 _PER_STEP_LOSSES = ("lk_alpha", "lk_lambda")
+# Compiling is all that takes time here.
+_compile = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": "0"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +96,8 @@ def _load(fixture: Fixture) -> _Pair:
     if embedding is None or output is None:
         raise CheckpointError(f"{fixture.path}: nothing to borrow from (no target.safetensors)")
     pair = _Pair(head, params, Borrowed(embedding=embedding, output=output), lent.get("norm"))
-    return pair.with_config(**_recipe(fixture, head))
+    # Fixtures are small: keeping activations costs nothing and compiles in half the time.
+    return pair.with_config(remat=False, **_recipe(fixture, head))
 
 
 def _recipe(fixture: Fixture, head: Eagle3Head) -> dict[str, Any]:
@@ -137,8 +141,8 @@ def training(pair: _Pair, fixture: Fixture) -> dict[str, np.ndarray]:
         key=jax.random.key(0),
     )
 
-    @jax.jit
-    def forward(params: Eagle3Weights, borrowed: Borrowed) -> dict[str, Any]:
+    @_compile
+    def forward(params: Eagle3Weights, borrowed: Borrowed, batch: TrainBatch) -> dict[str, Any]:
         unshifted = teach(borrowed.output, batch.hidden, None)
         rows = rows_of(batch, head.config.mask_shift)
         teacher = teach(borrowed.output, rows.hidden, kept_ids(params))
@@ -152,7 +156,7 @@ def training(pair: _Pair, fixture: Fixture) -> dict[str, np.ndarray]:
             **_named_steps(steps, head),
         }
 
-    out = {f"train.{k}": v for k, v in forward(pair.params, pair.borrowed).items()}
+    out = {f"train.{k}": v for k, v in forward(pair.params, pair.borrowed, batch).items()}
     out |= _loss_and_gradients(pair, batch, fixture, "train.")
     for loss in _PER_STEP_LOSSES:
         prefix = f"train.{loss}."
@@ -175,11 +179,14 @@ def _loss_and_gradients(
 ) -> dict[str, Any]:
     """Differentiate `head.loss`, the function the trainer differentiates."""
 
-    def loss(params: Eagle3Weights) -> jax.Array:
-        return pair.head.loss(params, pair.borrowed, batch)[0]
-
-    value, gradients = jax.jit(jax.value_and_grad(loss, allow_int=True))(pair.params)
-    return {f"{prefix}loss": value, **_named_gradients(pair, gradients, fixture, prefix)}
+    differentiate = _compile(jax.value_and_grad(pair.head.loss, has_aux=True, allow_int=True))
+    (value, metrics), gradients = differentiate(pair.params, pair.borrowed, batch)
+    steps = [metrics[f"loss_{s}"] for s in range(pair.head.config.ttt_length)]
+    return {
+        f"{prefix}loss": value,
+        f"{prefix}step_losses": jnp.stack(steps),
+        **_named_gradients(pair, gradients, fixture, prefix),
+    }
 
 
 def _named_gradients(
@@ -209,10 +216,7 @@ def _per_step_loss(
         lk_kl_scale=fixture.number_in(said, r"kl_scale ([0-9.]+)", 1.0),
         lk_kl_decay=fixture.number_in(said, r"kl_decay ([0-9.]+)", 3.0),
     )
-    out = _loss_and_gradients(pair, batch, fixture, prefix)
-    _, metrics = jax.jit(pair.head.loss)(pair.params, pair.borrowed, batch)
-    losses = [metrics[f"loss_{s}"] for s in range(pair.head.config.ttt_length)]
-    return {**out, said: jnp.stack(losses)}
+    return _loss_and_gradients(pair, batch, fixture, prefix)
 
 
 def packed_training(pair: _Pair, fixture: Fixture) -> dict[str, np.ndarray]:

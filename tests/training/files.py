@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -36,6 +37,10 @@ def write_target(folder: Path) -> None:
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     config = {**TARGET, "vocab_size": len(tokenizer), "max_position_embeddings": 512}
+    config["tie_word_embeddings"] = False
     target = targets.from_config(config)
     params = init_params(target.specs(), jax.random.key(1), scale=0.3)
+    # A byte that is no character by itself is never the best choice, so that texts read back.
+    broken = [i for i in range(len(tokenizer)) if "\ufffd" in tokenizer.decode([i])]
+    params = params.replace(output=params.output.at[jnp.asarray(broken)].set(0.0))
     save_checkpoint(target.specs(), params, config, folder)
