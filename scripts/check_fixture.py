@@ -31,7 +31,11 @@ def check(directory: Path, output: Path, strict: bool, console: Console) -> int:
     from specjax.io.hf import write_safetensors
 
     fixture = read_fixture(directory)
-    outcome = compute(fixture)
+    try:
+        outcome = compute(fixture)
+    except (TypeError, ValueError) as error:  # shapes that contradict each other, mostly
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(f"{directory}: its tensors do not fit together: {reason}") from error
     write_safetensors(outcome.tensors, output)
     lines = compare(fixture, outcome)
     print_table(fixture.name, lines, console)

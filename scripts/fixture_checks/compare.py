@@ -39,8 +39,8 @@ class Line:
 
 
 def compare(fixture: Fixture, outcome: Outcome) -> list[Line]:
-    """Judge every output that is expected or computed, in the fixture's order."""
-    names = dict.fromkeys([*fixture.outputs, *outcome.tensors])
+    """Judge every output that the fixture names (if it names none, all computed), in its order."""
+    names = fixture.outputs or outcome.tensors
     return [_line(name, fixture, outcome) for name in names]
 
 
@@ -49,7 +49,7 @@ def _line(name: str, fixture: Fixture, outcome: Outcome) -> Line:
         why = outcome.why_not.get(name, outcome.otherwise)
         return Line(name, None, f"not computed: {why}", absent=True)
     if name not in fixture.expected:
-        return Line(name, None, "computed, nothing to compare with")
+        return Line(name, None, "written, nothing to compare with")
     return judge(name, outcome.tensors[name], fixture.expected[name], outcome.ties.get(name))
 
 

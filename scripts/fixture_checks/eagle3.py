@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import functools
+import typing
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from specjax import heads
 from specjax.core.errors import CheckpointError
 from specjax.core.params import map_specs
 from specjax.heads.base import Borrowed, DraftContext, Observation, TrainBatch
+from specjax.heads.config import Eagle3Loss
 from specjax.heads.eagle3 import Eagle3Head
 from specjax.heads.eagle3_loss import (
     Rows,
@@ -61,7 +63,9 @@ def compute(fixture: Fixture) -> Outcome:
         return Outcome(otherwise=f"eagle3 on {layer.get('model_type')!r} is not built here")
     pair, given = _load(fixture), fixture.inputs
     outcome = Outcome()
-    if "train.packed.hidden_states" in given:
+    if (loss := pair.head.config.loss) not in typing.get_args(Eagle3Loss):
+        outcome.otherwise = f"the loss {loss!r} is not built here"
+    elif "train.packed.hidden_states" in given:
         outcome.tensors |= packed_training(pair, fixture)
     elif "train.target_hidden_states" in given:
         outcome.tensors |= training(pair, fixture)

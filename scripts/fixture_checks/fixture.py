@@ -13,13 +13,22 @@ import numpy as np
 from specjax.core.errors import CheckpointError
 from specjax.io.hf import TensorReader, read_config, read_json
 
-# Without a manifest nothing says which tensors a reference was given; these are the inputs of the
-# fixtures we know, by last part of the name.
+# Without a manifest nothing says which tensors the reference was given: those of the known kinds.
 _USUAL_INPUTS = re.compile(
-    r"(^|\.)(input_ids|padded_input_ids|attention_mask|loss_mask|greedy_prompt|prefix_len|anchor"
-    r"|target_hidden_states|target_last_hidden_states|context_ids|context_hidden|verify_hidden"
-    r"|accepted_drafts|bonus|temperature|draft_tokens|uniforms|stop_token_ids|pos_idx)$"
+    r"((.*\.)?(input_ids|padded_input_ids|attention_mask|loss_mask|greedy_prompt|pos_idx"
+    r"|temperature|draft_tokens|uniforms|stop_token_ids)"
+    r"|([^.]*\.)?(?<!train\.)(draft_logits|target_logits)"
+    r"|train\.target_(last_)?hidden_states|train\.packed\.(verifier_last_)?hidden_states"
+    r"|infer\.(context_ids|context_hidden|anchor|verify_hidden|accepted|bonus))"
 )
+
+
+class Inputs(dict[str, np.ndarray]):
+    """The inputs by name; asking for one that is not there is a CheckpointError."""
+
+    def __missing__(self, name: str) -> np.ndarray:
+        """Name the missing input."""
+        raise CheckpointError(f"expected.safetensors lacks the input {name}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +49,7 @@ class Fixture:
     config: Mapping[str, Any]
     manifest: Mapping[str, Any]
     meaning: Mapping[str, str]
-    inputs: Mapping[str, np.ndarray]
+    inputs: Inputs
     expected: Mapping[str, np.ndarray]
     outputs: tuple[str, ...]
 
@@ -84,14 +93,14 @@ def read_fixture(directory: Path) -> Fixture:
         config=read_config(directory) if (directory / "config.json").exists() else {},
         manifest=manifest,
         meaning=meaning,
-        inputs={name: tensors[name] for name in inputs},
+        inputs=Inputs({name: tensors[name] for name in tensors if name in inputs}),
         expected={name: tensors[name] for name in there},
         outputs=tuple(dict.fromkeys([*outputs, *there])),
     )
 
 
 def _is_usual(name: str) -> bool:
-    return bool(_USUAL_INPUTS.search(name))
+    return bool(_USUAL_INPUTS.fullmatch(name))
 
 
 def _read_manifest(

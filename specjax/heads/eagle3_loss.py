@@ -30,6 +30,7 @@ from specjax.heads.eagle3_network import (
 from specjax.layers import losses
 from specjax.layers.attention import KeyBlock, OwnKey, causal_mask
 from specjax.layers.linear import linear_f32
+from specjax.layers.sampling import overlap
 
 if TYPE_CHECKING:
     from specjax.heads.eagle3 import Eagle3Head
@@ -205,8 +206,7 @@ def compare(
     else:
         term = losses.TERMS[config.loss](logits, teacher.logits)
     seen = logits if per_step else jax.lax.stop_gradient(logits)
-    shared = jnp.minimum(jax.nn.softmax(seen, axis=-1), teacher.probs * teacher.mass[..., None])
-    accept = shared.sum(-1)
+    accept = overlap(teacher.probs * teacher.mass[..., None], jax.nn.softmax(seen, axis=-1))
 
     count = jnp.maximum(jnp.sum(mask), 1)
     loss = losses.masked_sum(term, mask) / (mask.size if config.normalise == "all" else count)

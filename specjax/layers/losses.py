@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from specjax.layers import sampling
+
 Term = Callable[[jax.Array, jax.Array], jax.Array]
 _SMALLEST_OVERLAP = 1e-5
 _MASK_EPSILON = 1e-5
@@ -68,7 +70,7 @@ def ce(draft: Float[Array, "*B V"], target: Float[Array, "*B V"]) -> Float[Array
 def overlap(draft: Float[Array, "*B V"], target: Float[Array, "*B V"]) -> Float[Array, "*B"]:
     """Return `sum min(p, q)`: how often a draft from q is accepted."""
     log_q, log_p = _pair(draft, target)
-    return jnp.sum(jnp.minimum(jnp.exp(log_p), jnp.exp(log_q)), axis=-1)
+    return sampling.overlap(jnp.exp(log_p), jnp.exp(log_q))
 
 
 def tv(draft: Float[Array, "*B V"], target: Float[Array, "*B V"]) -> Float[Array, "*B"]:

@@ -7,6 +7,7 @@ else: its neighbours, its place in the batch and the batch size do not enter.
 """
 
 import math
+from collections.abc import Sequence
 
 import flax.struct
 import jax
@@ -14,6 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Key, UInt
+
+Column = ArrayLike | Sequence[float]
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy decoding."""
@@ -52,15 +55,15 @@ class Sampling:
     def of(
         cls,
         batch: int,
-        temperature: ArrayLike = 0.0,
-        top_k: ArrayLike = 0,
-        top_p: ArrayLike = 1.0,
-        min_p: ArrayLike = 0.0,
-        seed: ArrayLike = 0,
+        temperature: Column = 0.0,
+        top_k: Column = 0,
+        top_p: Column = 1.0,
+        min_p: Column = 0.0,
+        seed: Column = 0,
     ) -> "Sampling":
         """Options of `batch` rows; each is one value for all or one per row."""
 
-        def column(value: ArrayLike, dtype: type) -> Array:
+        def column(value: Column, dtype: type) -> Array:
             return jnp.broadcast_to(jnp.asarray(value, dtype), (batch,))
 
         return cls(

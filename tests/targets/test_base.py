@@ -111,7 +111,7 @@ def test_engine_in_chunks_beside_a_short_prompt_f54():
     requests = [Request(tuple(map(int, p)), max_new_tokens=6) for p in prompts]
     chunked = Engine(target, params, config=EngineConfig(concurrency=2, prefill_chunk=16))
     together = [r.token_ids for r in chunked.generate(requests)]
-    whole = Engine(target, params, config=EngineConfig(prefill_chunk=64, capacity=64))
+    whole = Engine(target, params, config=EngineConfig(concurrency=2, prefill_chunk=64))
     assert together == [whole.generate([r])[0].token_ids for r in requests]
     assert all(len(ids) == 6 for ids in together)
 
