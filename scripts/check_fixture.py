@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.fixture_checks.compare import compare, print_table
 from scripts.fixture_checks.fixture import read_fixture
-from specjax.core.errors import SpecJaxError
+from specjax.core.errors import CheckpointError, SpecJaxError
 
 
 def check(directory: Path, output: Path, strict: bool, console: Console) -> int:

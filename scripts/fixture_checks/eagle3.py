@@ -250,7 +250,7 @@ def packed_training(pair: _Pair, fixture: Fixture) -> dict[str, np.ndarray]:
         teacher = teach(borrowed.output, rows.hidden, kept_ids(params))
         return teacher, unroll(head, params, borrowed, rows, teacher)
 
-    @jax.jit
+    @_compile
     def forward(params: Eagle3Weights, borrowed: Borrowed) -> dict[str, Any]:
         teacher, steps = unrolled(params, borrowed)
         full, conditional = chain_accuracy(steps)
@@ -263,7 +263,7 @@ def packed_training(pair: _Pair, fixture: Fixture) -> dict[str, np.ndarray]:
     def loss(params: Eagle3Weights) -> jax.Array:
         return total_loss(head, unrolled(params, pair.borrowed)[1])
 
-    value, gradients = jax.jit(jax.value_and_grad(loss, allow_int=True))(pair.params)
+    value, gradients = _compile(jax.value_and_grad(loss, allow_int=True))(pair.params)
     out = {f"train.{k}": v for k, v in forward(pair.params, pair.borrowed).items()}
     out |= {f"train.packed.{k}": v for k, v in row.items()}
     out |= {"train.loss": value, **_named_gradients(pair, gradients, fixture, "train.")}
@@ -324,7 +324,7 @@ def _observe(
         count=jnp.full(1, count, jnp.int32),
         start=jnp.full(1, start, jnp.int32),
     )
-    return jax.jit(pair.head.observe)(pair.params, pair.borrowed, state, seen)
+    return _compile(pair.head.observe)(pair.params, pair.borrowed, state, seen)
 
 
 def _draft(
@@ -334,11 +334,11 @@ def _draft(
     context = DraftContext(
         anchor=jnp.asarray(anchor[0], jnp.int32),
         position=at,
-        tokens=jnp.zeros((1, position + 1), jnp.int32),  # EAGLE-3 looks at no older token
+        tokens=jnp.zeros((1, 1), jnp.int32),  # EAGLE-3 looks at no older token
         lengths=at + 1,
         sampling=Sampling.of(1),
     )
-    draft = jax.jit(pair.head.draft, static_argnums=4)
+    draft = _compile(pair.head.draft, static_argnums=4)
     proposal, hidden, logits = draft(pair.params, pair.borrowed, state, context, drafts)
     return {
         f"{prefix}.tokens": np.asarray(proposal.tokens),

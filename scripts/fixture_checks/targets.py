@@ -22,7 +22,11 @@ _PREFILL = r"(\d+)-token cached prefill"
 _NEW_TOKENS = r"^\[\d+,(\d+)\]"
 
 
-@functools.partial(jax.jit, static_argnums=(0, 4))
+# Compiling is all that takes time here.
+_compile = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": "0"})
+
+
+@functools.partial(_compile, static_argnums=(0, 4))
 def _forward(
     target: Target, params: Any, tokens: jax.Array, valid: jax.Array, taps: tuple[int, ...]
 ) -> tuple[targets.TargetOut, jax.Array]:
@@ -91,7 +95,7 @@ def chunked(target: Target, params: Any, tokens: np.ndarray, prefix: int) -> np.
     """Commit a prefix to the cache, then run the rest on top of it."""
     batch, length = tokens.shape
 
-    @jax.jit
+    @_compile
     def run(params: Any, head: jax.Array, tail: jax.Array) -> jax.Array:
         cache = target.init_cache(batch, length)
         update = target.forward(params, head, cache=cache).update
@@ -108,7 +112,7 @@ def greedy(target: Target, params: Any, prompts: np.ndarray, count: int) -> dict
     ids = [result.token_ids for result in engine.generate(requests)]
     decoder, weights = engine.decoder, engine.weights
 
-    @jax.jit
+    @_compile
     def round_logits(
         weights: engine_round.Weights, state: engine_round.RoundState
     ) -> tuple[jax.Array, engine_round.RoundState]:
@@ -138,6 +142,5 @@ def _before_last_token(
     valid = jnp.full((batch,), length - 1, jnp.int32)
     following = jnp.asarray(prompts[:, -1])
     # One column more than needed, so that a prompt of one token has a chunk too.
-    return engine_round.prefill_chunk(
-        decoder, weights, state, jnp.asarray(prompts), valid, following
-    )
+    prefill = _compile(engine_round.prefill_chunk, static_argnums=0)
+    return prefill(decoder, weights, state, jnp.asarray(prompts), valid, following)

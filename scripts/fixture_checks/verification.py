@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -36,19 +37,30 @@ def compute(fixture: Fixture) -> Outcome:
 
 def one_case(given: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Judge the drafts of one case with the uniform numbers it states."""
-    sampling = Sampling.of(1, temperature=float(given["temperature"]))
-    p = processed_probs(jnp.asarray(given["target_logits"])[None], sampling)
-    q = processed_probs(jnp.asarray(given["draft_logits"])[None], sampling)
-    drafts = jnp.asarray(given["draft_tokens"], jnp.int32)[None]
+    stops = np.asarray(given.get("stop_token_ids", ()), np.int32)
+    out = _judge(*(jnp.asarray(given[name])[None] for name in _NEEDED), jnp.asarray(stops))
+    return {name: np.asarray(value[0]) for name, value in out.items()}
+
+
+@jax.jit
+def _judge(
+    temperature: jax.Array,
+    target_logits: jax.Array,
+    draft_logits: jax.Array,
+    drafts: jax.Array,
+    uniforms: jax.Array,
+    stops: jax.Array,
+) -> dict[str, jax.Array]:
+    sampling = Sampling.of(1, temperature=temperature)
+    p, q = processed_probs(target_logits, sampling), processed_probs(draft_logits, sampling)
     width = jnp.full(1, drafts.shape[1], jnp.int32)
-    stops = jnp.asarray(given.get("stop_token_ids", ()), jnp.int32)
     probability = accept_probability(p, q, drafts)
-    matched = prefix_length(accept_mask(probability, jnp.asarray(given["uniforms"])[None], width))
+    matched = prefix_length(accept_mask(probability, uniforms, width))
     # The reference counts drafts; the token that would follow them stands as a 0 behind.
     tokens = jnp.pad(drafts, ((0, 0), (0, 1)))
     emitted = cut_at_stop(tokens, matched, stops, width + 1, jnp.zeros(1, bool))
     accepted, counted = tally(matched, width, emitted)
-    out = {
+    return {
         "target_probs": p,
         "draft_probs": q,
         "accept_prob": probability,
@@ -58,4 +70,3 @@ def one_case(given: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         "effective_proposal_length": counted,
         "expected_accept_rate": overlap(p[:, :-1], q),
     }
-    return {name: np.asarray(value[0]) for name, value in out.items()}

@@ -16,7 +16,7 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
-Column = ArrayLike | Sequence[float]
+Column = ArrayLike | Sequence[int | float]
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy decoding."""
@@ -122,14 +122,17 @@ def draw(
 
 
 def first_argmax(logits: Float[Array, "*B V"]) -> Int[Array, "*B"]:
-    """Return `jnp.argmax(logits, -1)` as int32, by two plain reductions.
+    """Return `jnp.argmax(logits, -1)` as int32: the best run of 128 tokens, then the token.
 
-    XLA's argmax on CPUs runs token by token (V = 49k, 40 rows, 2 cores: 16 ms in float32 and
-    32 in bfloat16, against 1.5 and 0.7 here).
+    The lowest index of a tie; logits may be infinite, but NaN has no defined place.
+    XLA's argmax on CPUs goes token by token and its max does not (40 rows, 2 cores: V = 49k 9
+    against 0.3 ms, V = 152k 27 against 1).
     """
-    best = (logits == jnp.max(logits, axis=-1, keepdims=True)) | jnp.isnan(logits)
-    ids = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    return jnp.min(jnp.where(best, ids, logits.shape[-1] - 1), axis=-1)
+    width = 128
+    run = jnp.argmax(_runs(logits, width, -jnp.inf).max(-1), axis=-1, keepdims=True)
+    ids = run * width + jnp.arange(width)
+    inside = jnp.take_along_axis(logits, ids, axis=-1, mode="fill", fill_value=-jnp.inf)
+    return (run[..., 0] * width + jnp.argmax(inside, axis=-1)).astype(jnp.int32)
 
 
 def choose(probs: Float[Array, "B V"], keys: Key[Array, "B"]) -> Int[Array, "B"]:
@@ -137,19 +140,17 @@ def choose(probs: Float[Array, "B V"], keys: Key[Array, "B"]) -> Int[Array, "B"]
 
     First a run of about sqrt(V) neighbouring tokens by its total, then a token within the run,
     each by the Gumbel maximum. The law is that of one Gumbel per token at a small part of its
-    cost (V = 49k, 8 rows, 2 CPU cores: 0.1 against 7 ms).
+    cost (V = 49k, 8 rows, 2 CPU cores: under 1 against 7 ms).
     """
-    vocab = probs.shape[-1]
-    width = math.isqrt(vocab - 1) + 1
-    runs = -(-vocab // width)
+    width = math.isqrt(probs.shape[-1] - 1) + 1
 
     def one(p: Array, key: Array) -> Array:
-        noise = jax.random.gumbel(key, (runs + width,))
-        totals = jnp.pad(p, (0, runs * width - vocab)).reshape(runs, width).sum(-1)
-        run = jnp.argmax(jnp.log(totals) + noise[:runs])
+        totals = _runs(p, width, 0.0).sum(-1)
+        noise = jax.random.gumbel(key, (totals.size + width,))
+        run = jnp.argmax(jnp.log(totals) + noise[: totals.size])
         ids = run * width + jnp.arange(width)
         inside = jnp.take(p, ids, mode="fill", fill_value=0.0)
-        return ids[jnp.argmax(jnp.log(inside) + noise[runs:])].astype(jnp.int32)
+        return ids[jnp.argmax(jnp.log(inside) + noise[totals.size :])].astype(jnp.int32)
 
     return jax.vmap(one)(probs, keys)
 
@@ -179,6 +180,14 @@ def uniforms(keys: Key[Array, "*B"]) -> Float[Array, "*B"]:
 def overlap(p: Float[Array, "*B V"], q: Float[Array, "*B V"]) -> Float[Array, "*B"]:
     """Return sum_v min(p, q) = 1 - TV: how often a draft from q is accepted under p."""
     return jnp.sum(jnp.minimum(p, q), axis=-1)
+
+
+def _runs(x: Float[Array, "*B V"], width: int, fill: float) -> Float[Array, "*B R W"]:
+    """Cut the last axis into runs of `width`, the last one filled up."""
+    *rows, size = x.shape
+    runs = -(-size // width)
+    pad = [(0, 0)] * len(rows) + [(0, runs * width - size)]
+    return jnp.pad(x, pad, constant_values=fill).reshape(*rows, runs, width)
 
 
 def _one_hot(index: Int[Array, "*B"], size: int) -> Float[Array, "*B V"]:

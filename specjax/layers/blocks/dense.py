@@ -270,7 +270,8 @@ def decoder_layer(
     """
     normed = rms_norm(x, weights.input_norm, config.eps)
     q, k, v = project_qkv(weights.attention, config, normed, cos, sin)
-    blocks = [*cached, KeyBlock(k, v, new_mask)]
+    kind = cached[0].k.dtype if cached else k.dtype  # one dtype, as they will be cached
+    blocks = [*cached, KeyBlock(k.astype(kind), v.astype(kind), new_mask)]
     x = x + attention_output(weights.attention, config, q, blocks)
     x = x + mlp(weights.mlp, rms_norm(x, weights.post_norm, config.eps))
     return x, (k, v)
