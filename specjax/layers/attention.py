@@ -50,15 +50,10 @@ def _scores(q: jax.Array, block: KeyBlock | OwnKey, scale: float) -> jax.Array:
     if isinstance(block, OwnKey):
         k = block.k.astype(jnp.float32)
         return jnp.sum(q.astype(jnp.float32) * k[:, :, None], axis=-1, keepdims=True) * scale
-    q = q.astype(block.k.dtype)
-    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    scores = jnp.einsum(
-        "bngtd,bnsd->bngts",
-        q,
-        block.k,
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
+    # The queries of a key-value head are rows of one product: on a CPU nearly twice as fast as
+    # a product with two free dims.
+    rows = q.astype(block.k.dtype).reshape(*q.shape[:2], -1, q.shape[-1])
+    scores = _product("bnxd,bnsd->bnxs", rows, block.k).reshape(*q.shape[:4], -1)
     return jnp.where(block.mask[:, None, None], scores * scale, _NEGATIVE)
 
 
@@ -66,14 +61,14 @@ def _values(weights: jax.Array, block: KeyBlock | OwnKey) -> jax.Array:
     """Return `[B, N, G, T, Dv]` float32 sums of values under unnormalised weights."""
     if isinstance(block, OwnKey):
         return weights * block.v.astype(jnp.float32)[:, :, None]
-    precision = jax.lax.Precision.HIGHEST if block.v.dtype == jnp.float32 else None
-    return jnp.einsum(
-        "bngts,bnse->bngte",
-        weights.astype(block.v.dtype),
-        block.v,
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
+    rows = weights.astype(block.v.dtype).reshape(*weights.shape[:2], -1, weights.shape[-1])
+    return _product("bnxs,bnse->bnxe", rows, block.v).reshape(*weights.shape[:4], -1)
+
+
+def _product(letters: str, left: jax.Array, right: jax.Array) -> jax.Array:
+    """Multiply with stated precision, accumulated in float32."""
+    precision = jax.lax.Precision.HIGHEST if right.dtype == jnp.float32 else None
+    return jnp.einsum(letters, left, right, precision=precision, preferred_element_type=jnp.float32)
 
 
 def attend(
