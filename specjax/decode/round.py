@@ -72,13 +72,13 @@ class RoundState:
     cache: Cache
     head: PyTree
     tokens: Int[Array, "B S"]
-    lengths: Int[Array, B]
-    budget: Int[Array, B]
-    done: Bool[Array, B]
+    lengths: Int[Array, " B"]
+    budget: Int[Array, " B"]
+    done: Bool[Array, " B"]
     sampling: Sampling
     drafted: Int[Array, "B K"]
     accepted: Int[Array, "B K"]
-    rounds: Int[Array, B]
+    rounds: Int[Array, " B"]
 
 
 def borrow(decoder: Decoder, weights: Weights) -> Borrowed:
@@ -131,7 +131,7 @@ def propose(decoder: Decoder, weights: Weights, state: RoundState) -> Proposal:
     return proposal.replace(probs=None) if decoder.greedy_drafts else proposal
 
 
-def schedule(decoder: Decoder, state: RoundState) -> Int[Array, B]:
+def schedule(decoder: Decoder, state: RoundState) -> Int[Array, " B"]:
     """Return how many drafts each lane verifies: K, or what the budget leaves room for."""
     width = jnp.minimum(decoder.num_speculative_tokens, state.budget - 1)
     return jnp.where(state.done, 0, jnp.maximum(width, 0))
@@ -155,7 +155,7 @@ def commit(
     state: RoundState,
     out: TargetOut,
     verdict: Verdict,
-) -> tuple[RoundState, Int[Array, B]]:
+) -> tuple[RoundState, Int[Array, " B"]]:
     """Write what was accepted: caches, tokens, counters. Returns (state, tokens emitted `[B]`).
 
     A lane commits as many positions as it emits tokens, so that its last emitted token is the
@@ -197,8 +197,8 @@ def observe(
     inputs: Int[Array, "B T"],
     out: TargetOut,
     next_tokens: Int[Array, "B T"],
-    count: Int[Array, B],
-    start: Int[Array, B],
+    count: Int[Array, " B"],
+    start: Int[Array, " B"],
 ) -> PyTree:
     """Hand the head the true states of the positions that were committed."""
     seen = Observation(
@@ -260,8 +260,8 @@ def prefill_chunk(
     weights: Weights,
     state: RoundState,
     chunk: Int[Array, "B C"],
-    valid: Int[Array, B],
-    following: Int[Array, B],
+    valid: Int[Array, " B"],
+    following: Int[Array, " B"],
 ) -> RoundState:
     """Take a right-padded piece of the prompts into caches and head state.
 

@@ -35,8 +35,8 @@ class Observation:
     next_tokens: Int[Array, "B T"]
     hidden: Float[Array, "B T H"]
     taps: Float[Array, "n B T H"]
-    count: Int[Array, B]
-    start: Int[Array, B]
+    count: Int[Array, " B"]
+    start: Int[Array, " B"]
 
 
 @struct.dataclass
@@ -64,10 +64,10 @@ class DraftContext:
         sampling: how the row samples.
     """
 
-    anchor: Int[Array, B]
-    position: Int[Array, B]
+    anchor: Int[Array, " B"]
+    position: Int[Array, " B"]
     tokens: Int[Array, "B S"]
-    lengths: Int[Array, B]
+    lengths: Int[Array, " B"]
     sampling: Sampling
 
 
@@ -103,7 +103,7 @@ class TrainBatch:
 
     tokens: Int[Array, "B S"]
     loss_mask: Bool[Array, "B S"]
-    lengths: Int[Array, B]
+    lengths: Int[Array, " B"]
     hidden: Float[Array, "B S H"]
     taps: Float[Array, "n B S H"]
     key: Key[Array, ""]

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 
 def rms_norm(
-    x: Float[Array, "... D"], weight: Float[Array, D] | None, eps: float
+    x: Float[Array, "... D"], weight: Float[Array, " D"] | None, eps: float
 ) -> Float[Array, "... D"]:
     """Normalise the last axis: `weight * x / sqrt(mean(x^2) + eps)`, in the dtype of `x`.
 

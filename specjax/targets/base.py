@@ -52,7 +52,7 @@ class Cache:
     """
 
     layers: tuple[PyTree, ...]
-    lengths: Int[Array, B]
+    lengths: Int[Array, " B"]
 
 
 @struct.dataclass
@@ -124,7 +124,7 @@ class Target:
         self,
         params: PyTree,
         tokens: Int[Array, "B T"],
-        valid: Int[Array, B] | None = None,
+        valid: Int[Array, " B"] | None = None,
         cache: Cache | None = None,
         taps: tuple[int, ...] = (),
     ) -> TargetOut:
@@ -147,7 +147,7 @@ class Target:
             valid = jnp.full((tokens.shape[0],), tokens.shape[1], jnp.int32)
         return self.family.forward(params, self.config, tokens, valid, cache, taps)
 
-    def commit(self, cache: Cache, update: tuple[PyTree, ...], n: Int[Array, B]) -> Cache:
+    def commit(self, cache: Cache, update: tuple[PyTree, ...], n: Int[Array, " B"]) -> Cache:
         """Append the first `n[b]` positions of an update to row b: the only writer of a cache."""
         layers = self.family.commit(cache.layers, cache.lengths, update, n)
         return Cache(layers=layers, lengths=cache.lengths + n)

@@ -32,17 +32,17 @@ def empty(
     )
 
 
-def visible(cache: FullCache, lengths: Int[Array, B]) -> Bool[Array, "B 1 S"]:
+def visible(cache: FullCache, lengths: Int[Array, " B"]) -> Bool[Array, "B 1 S"]:
     """Return the mask of cached positions, the same for every query of a row."""
     return jnp.arange(cache.k.shape[2])[None, None, :] < lengths[:, None, None]
 
 
 def write(
     cache: FullCache,
-    lengths: Int[Array, B],
+    lengths: Int[Array, " B"],
     k: Float[Array, "B N T D"],
     v: Float[Array, "B N T E"],
-    n: Int[Array, B],
+    n: Int[Array, " B"],
 ) -> FullCache:
     """Append the first `n[b]` of T new positions of row b at position `lengths[b]`.
 
