@@ -30,5 +30,5 @@ class EngineConfig:
     capacity: int = 0
     cache_dtype: str = "auto"
     prefill_chunk: int = 256
-    rounds_per_call: int = 32
+    rounds_per_call: int = 128
     draft_sampling: str = "sample"
