@@ -27,9 +27,9 @@ def body(config: Config) -> None:
     import jax
 
     from specjax import targets
+    from specjax.heads.base import borrow
     from specjax.heads.eagle3 import Eagle3Head
     from specjax.training.run import read_kept, train
-    from specjax.training.step import borrow
 
     target, weights = targets.load(run.target, run.target_dtype)
     kept = read_kept(settings.draft_vocab) if settings.draft_vocab else None

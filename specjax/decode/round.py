@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from specjax.heads.base import Borrowed, DraftContext, Head, Observation, Proposal
+from specjax.heads.base import DraftContext, Head, Observation, Proposal, borrow
 from specjax.layers.sampling import PURPOSE_NEXT, Sampling, draw
 from specjax.targets.base import Cache, Target, TargetOut
 from specjax.verify import Verdict, contains_stop, cut_at_stop, tally, verify
@@ -81,15 +81,6 @@ class RoundState:
     rounds: Int[Array, " B"]
 
 
-def borrow(decoder: Decoder, weights: Weights) -> Borrowed:
-    """Return the target's weights that heads may use."""
-    target = decoder.target
-    return Borrowed(
-        embedding=target.input_embedding(weights.target),
-        output=target.output_weights(weights.target),
-    )
-
-
 def init_state(decoder: Decoder, batch: int, capacity: int, cache_dtype: str) -> RoundState:
     """Return a state of `batch` idle lanes with room for `capacity` tokens each.
 
@@ -126,7 +117,7 @@ def propose(decoder: Decoder, weights: Weights, state: RoundState) -> Proposal:
         sampling=sampling,
     )
     k = decoder.num_speculative_tokens
-    borrowed = borrow(decoder, weights)
+    borrowed = borrow(decoder.target, weights.target)
     proposal = decoder.head.propose(weights.head, borrowed, state.head, context, k)
     return proposal.replace(probs=None) if decoder.greedy_drafts else proposal
 
@@ -209,7 +200,9 @@ def observe(
         count=count,
         start=start,
     )
-    return decoder.head.observe(weights.head, borrow(decoder, weights), head_state, seen)
+    return decoder.head.observe(
+        weights.head, borrow(decoder.target, weights.target), head_state, seen
+    )
 
 
 def one_round(decoder: Decoder, weights: Weights, state: RoundState) -> RoundState:

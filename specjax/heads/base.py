@@ -14,6 +14,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax.layers.sampling import Sampling
+from specjax.targets.base import Target
 
 PyTree = Any
 
@@ -50,6 +51,11 @@ class Borrowed:
 
     embedding: Float[Array, "V H"]
     output: Float[Array, "V H"]
+
+
+def borrow(target: Target, params: PyTree) -> Borrowed:
+    """Return the weights of a target that heads may use."""
+    return Borrowed(embedding=target.input_embedding(params), output=target.output_weights(params))
 
 
 @struct.dataclass

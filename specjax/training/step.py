@@ -12,7 +12,7 @@ import optax
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from specjax.heads.base import Borrowed, TrainBatch
+from specjax.heads.base import TrainBatch, borrow
 from specjax.targets.base import Target
 from specjax.training.partition import Leaves, Partition, cast_floats
 
@@ -68,14 +68,6 @@ def new_state(trained: Leaves, optimizer: optax.GradientTransformation) -> Train
 def nothing_gathered(trained: Leaves) -> Gathered:
     """Return empty sums."""
     return Gathered(jax.tree.map(jnp.zeros_like, trained), jnp.float32(0), jnp.float32(0))
-
-
-def borrow(target: Target, target_params: PyTree) -> Borrowed:
-    """Return what heads borrow of a target."""
-    return Borrowed(
-        embedding=target.input_embedding(target_params),
-        output=target.output_weights(target_params),
-    )
 
 
 def features(

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax.heads.base import borrow
 from specjax.heads.config import Eagle3Config
 from specjax.heads.eagle3 import Eagle3Head
 from specjax.targets.base import Target
@@ -15,7 +16,6 @@ from specjax.training.step import (
     Fixed,
     Steps,
     TrainState,
-    borrow,
     features,
     new_state,
     nothing_gathered,
