@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,9 +26,10 @@ class ParamSpec:
         shape: its shape as we hold it, which is also the published one.
         axes: one logical axis name (or None) per dimension: "embed", "heads", "kv_heads", "mlp",
             "experts", "vocab", "layers".
-        hf: the published tensor's name.
+        hf: the published tensor's name; of a stack, its parts' common description.
         init: "normal" (standard deviation `scale`), "ones" or "zeros".
         dtype: a fixed dtype, or None for the dtype of the run.
+        parts: of a stack (experts, scanned layers), what stands along its leading axis.
     """
 
     shape: tuple[int, ...]
@@ -36,15 +37,43 @@ class ParamSpec:
     hf: str
     init: str = "normal"
     dtype: str | None = None
+    parts: tuple[ParamSpec, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse a spec whose axes do not match its shape."""
         if len(self.shape) != len(self.axes):
             raise ValueError(f"{self.hf}: {len(self.axes)} axis names for shape {self.shape}")
 
+    def published(self) -> Iterator[ParamSpec]:
+        """Iterate over the published tensors that make up this weight, in order."""
+        if not self.parts:
+            yield self
+        for part in self.parts:
+            yield from part.published()
+
     def struct(self, dtype: Any) -> jax.ShapeDtypeStruct:
         """Return shape and dtype, `dtype` standing in where the spec fixes none."""
         return jax.ShapeDtypeStruct(self.shape, jnp.dtype(self.dtype or dtype))
+
+
+def stack(specs: Sequence[ParamSpec], axis: str) -> ParamSpec:
+    """Return the spec of equal weights stacked along a new leading axis named `axis`.
+
+    Raises:
+        ValueError: the weights differ in more than their names.
+    """
+    first = specs[0]
+    alike = dataclasses.replace(first, hf="", parts=())
+    if any(dataclasses.replace(s, hf="", parts=()) != alike for s in specs):
+        raise ValueError(f"{first.hf} and what should be stacked with it are not alike")
+    return ParamSpec(
+        shape=(len(specs), *first.shape),
+        axes=(axis, *first.axes),
+        hf=first.hf if len(specs) == 1 else f"{first.hf} … {specs[-1].hf}",
+        init=first.init,
+        dtype=first.dtype,
+        parts=tuple(specs),
+    )
 
 
 def is_spec(leaf: Any) -> bool:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
+from specjax.core.stack import Stacked
 from specjax.heads.base import DraftContext, Head, Observation, Proposal, borrow
 from specjax.layers.sampling import PURPOSE_NEXT, Sampling, draw
 from specjax.targets.base import Cache, Target, TargetOut
@@ -54,6 +55,8 @@ class Weights:
 @struct.dataclass
 class RoundState:
     """Everything that a decode round carries on; lanes are on axis 0 of every leaf.
+
+    In caches of scanned layers (`core.stack.Stacked`) the layers come first, then the lanes.
 
     Attributes:
         cache: the target's cache. Its length is always `lengths - 1`: the anchor's state does
@@ -305,8 +308,14 @@ def prefill_chunk(
 def insert(state: RoundState, lane: Int[Array, ""], single: RoundState) -> RoundState:
     """Put a prefilled batch of one into lane `lane`; nothing of the old lane remains."""
 
-    def put(all_lanes: jax.Array, one: jax.Array) -> jax.Array:
-        start = (lane, *(0 for _ in range(all_lanes.ndim - 1)))
-        return jax.lax.dynamic_update_slice(all_lanes, one.astype(all_lanes.dtype), start)
+    def put(all_lanes: PyTree, one: PyTree) -> PyTree:
+        if isinstance(all_lanes, Stacked):  # caches of scanned layers: layers first, then lanes
+            return jax.tree.map(lambda a, b: at_axis(a, b, 1), all_lanes, one)
+        return at_axis(all_lanes, one, 0)
 
-    return jax.tree.map(put, state, single)
+    def at_axis(all_lanes: jax.Array, one: jax.Array, axis: int) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(
+            all_lanes, one.astype(all_lanes.dtype), lane, axis
+        )
+
+    return jax.tree.map(put, state, single, is_leaf=lambda leaf: isinstance(leaf, Stacked))

@@ -51,7 +51,7 @@ def models(dtypes: Sequence[str], head_dtype: str) -> tuple[Target, dict[str, An
     params = {dtype: jax.tree.map(lambda leaf, d=dtype: leaf.astype(d), full) for dtype in dtypes}
     head = Eagle3Head.for_target(
         target.info,
-        target.config.block,
+        target.config.kinds[0].block,
         Eagle3Config(taps=(1, 2, 3)),
         draft_vocab=target.info.vocab // 2,
     )

@@ -19,12 +19,11 @@ from jaxtyping import Array, Float, Int
 
 from specjax.core.params import ParamSpec
 from specjax.heads.base import Borrowed
-from specjax.layers.attention import KeyBlock, OwnKey
+from specjax.layers.attention import KeyBlock, OwnKey, attend
 from specjax.layers.blocks.dense import (
     AttentionWeights,
     BlockConfig,
     MlpWeights,
-    attention_output,
     mlp,
     norm_spec,
     project_qkv,
@@ -55,7 +54,7 @@ class Eagle3Layer:
         """Return the specs under the layout's prefix, `midlayer.` or `layers.0.`."""
         return cls(
             attention=AttentionWeights.abstract(block, f"{prefix}self_attn."),
-            mlp=MlpWeights.abstract(block, f"{prefix}mlp."),
+            mlp=MlpWeights.abstract(block.hidden, block.mlp, f"{prefix}mlp.", block.mlp_bias),
             input_norm=norm_spec(block.hidden, f"{prefix}input_layernorm.weight"),
             hidden_norm=norm_spec(block.hidden, f"{prefix}hidden_norm.weight"),
             post_norm=norm_spec(block.hidden, f"{prefix}post_attention_layernorm.weight"),
@@ -170,7 +169,8 @@ def layer_output(
     keep: jax.Array | None = None,
 ) -> Float[Array, "B T H"]:
     """Attend, add, and run the MLP; where `keep` `[B, T]` is off the attention gives nothing."""
-    mixed = attention_output(params.layer.attention, head.block, q, blocks)
+    attention = params.layer.attention
+    mixed = linear(attend(q, blocks, head.block.head_dim**-0.5), attention.o, attention.o_bias)
     if keep is not None:
         mixed = jnp.where(keep[..., None], mixed, 0)
     x = residual + mixed

@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 
 from specjax.core.errors import CheckpointError
 from specjax.core.params import ParamSpec, leaves_with_names, map_specs
+from specjax.io.names import views
 
 PyTree = Any
 _INDEX = "model.safetensors.index.json"
@@ -83,7 +84,8 @@ class TensorReader:
 
     Attributes:
         path: the directory or file, for messages.
-        shapes: published name to shape.
+        shapes: name to shape, by the names of a text-only checkpoint with one tensor per expert,
+            whichever way the files put it (`io.names`).
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -94,7 +96,7 @@ class TensorReader:
         """
         self.path = Path(path)
         self._files: dict[str, Any] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._stored: dict[str, tuple[int, ...]] = {}
         for file in self._list_files():
             try:
                 handle = safe_open(file, framework="numpy")
@@ -102,7 +104,9 @@ class TensorReader:
                 raise CheckpointError(f"{file} is truncated or corrupt ({error})") from None
             for name in handle.keys():  # noqa: SIM118 (not a dict)
                 self._files[name] = handle
-                self.shapes[name] = tuple(handle.get_slice(name).get_shape())
+                self._stored[name] = tuple(handle.get_slice(name).get_shape())
+        self._views = views(self._stored)
+        self.shapes = {n: view.shape(self._stored[view.name]) for n, view in self._views.items()}
 
     def _list_files(self) -> list[Path]:
         if self.path.is_file():
@@ -119,15 +123,25 @@ class TensorReader:
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
         """Read one tensor, or the part of it that `index` selects."""
-        part = self._files[name].get_slice(name)
-        return np.asarray(part[index] if index else part[:] if part.get_shape() else part[...])
+        view = self._views[name]
+        whole = self._files[view.name].get_slice(view.name)
+        part = view.part(self._stored[view.name], index)
+        return np.asarray(whole[part] if part else whole[:] if whole.get_shape() else whole[...])
+
+    def published(self, name: str) -> str:
+        """Return the name that the files give a tensor, or would give it."""
+        return self._views[name].name if name in self._views else name
 
 
 def check_names(
     specs: PyTree, found: Mapping[str, tuple[int, ...]], where: str, ignore: Iterable[str] = ()
 ) -> None:
     """Name every missing, surplus and misshapen tensor in one CheckpointError."""
-    wanted = {spec.hf: spec.shape for _, spec in leaves_with_names(specs)}
+    wanted = {
+        tensor.hf: tensor.shape
+        for _, spec in leaves_with_names(specs)
+        for tensor in spec.published()
+    }
     patterns = tuple(ignore)
     faults = [f"missing {name} {shape}" for name, shape in wanted.items() if name not in found]
     faults += [
@@ -171,14 +185,30 @@ def load_params(
     def load(spec: ParamSpec, sharding: jax.sharding.Sharding | None) -> jax.Array:
         kind = jnp.dtype(spec.dtype or dtype)
         if sharding is None:
-            return jnp.asarray(reader.read(spec.hf).astype(kind, copy=False))
+            return jnp.asarray(_read(reader, spec, None, kind))
         return jax.make_array_from_callback(
-            spec.shape, sharding, lambda index: reader.read(spec.hf, index).astype(kind, copy=False)
+            spec.shape, sharding, lambda index: _read(reader, spec, index, kind)
         )
 
     if shardings is None or isinstance(shardings, jax.sharding.Sharding):
         return map_specs(lambda spec: load(spec, shardings), specs)
     return map_specs(load, specs, shardings)
+
+
+def _read(
+    reader: TensorReader, spec: ParamSpec, index: tuple[slice, ...] | None, dtype: np.dtype
+) -> np.ndarray:
+    """Read a weight, or a part of it, from the published tensors it is made of."""
+    if not spec.parts:
+        return reader.read(spec.hf, index).astype(dtype, copy=False)
+    first, rest = (slice(None), None) if not index else (index[0], tuple(index[1:]))
+    parts = spec.parts[first]
+    head = _read(reader, parts[0], rest, dtype)
+    out = np.empty((len(parts), *head.shape), dtype)
+    out[0] = head
+    for row, part in zip(out[1:], parts[1:], strict=True):
+        row[...] = _read(reader, part, rest, dtype)
+    return out
 
 
 def export_tensors(
@@ -190,7 +220,13 @@ def export_tensors(
     def take(spec: ParamSpec, value: jax.Array) -> None:
         kind = spec.dtype or dtype
         array = np.asarray(jax.device_get(value))
-        out[spec.hf] = array if kind is None else array.astype(jnp.dtype(kind))
+        split(spec, array if kind is None else array.astype(jnp.dtype(kind)))
+
+    def split(spec: ParamSpec, array: np.ndarray) -> None:
+        if not spec.parts:
+            out[spec.hf] = array
+        for part, row in zip(spec.parts, array, strict=False):
+            split(part, row)
 
     map_specs(take, specs, params)
     return out

@@ -28,7 +28,8 @@ class TargetInfo:
         hidden: width H of the residual stream.
         vocab: size V of the vocabulary.
         num_layers: number L of decoder layers.
-        layer_kinds: kind of each layer's cache: "full", "window", "latent" or "recurrent".
+        layer_kinds: kind of each layer's cache: "full", "window", "latent", "recurrent", or
+            "shared" for a layer that reads another's.
         stop_ids: tokens that end a text.
         max_context: longest context the configuration allows.
     """
@@ -78,10 +79,10 @@ class Family:
         read_config: published `config.json` (a dict) to the family's frozen configuration.
         info: configuration to TargetInfo.
         specs: configuration to the tree of ParamSpec.
-        ignored: shell patterns of published tensors that a load skips.
+        ignored: (config) to shell patterns of tensors that a load skips.
         init_cache: (config, batch, capacity, dtype) to layer caches.
         forward: see `Target.forward`.
-        commit: (layers, lengths, update, n) to layer caches.
+        commit: (config, layers, lengths, update, n) to layer caches.
         logits: (params, config, hidden) to float32 logits.
         embed: (params, config, tokens) to embeddings as the first layer gets them.
         output_weights: (params, config) to `[V, H]`.
@@ -96,7 +97,7 @@ class Family:
     logits: Callable[..., jax.Array]
     embed: Callable[..., jax.Array]
     output_weights: Callable[..., jax.Array]
-    ignored: tuple[str, ...] = ()
+    ignored: Callable[[Any], tuple[str, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +111,11 @@ class Target:
     def info(self) -> TargetInfo:
         """Static facts of this target."""
         return self.family.info(self.config)
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Shell patterns of tensors in its checkpoints that it has no use for."""
+        return self.family.ignored(self.config)
 
     def specs(self) -> PyTree:
         """Return the weight table: a tree of ParamSpec."""
@@ -149,7 +155,7 @@ class Target:
 
     def commit(self, cache: Cache, update: tuple[PyTree, ...], n: Int[Array, " B"]) -> Cache:
         """Append the first `n[b]` positions of an update to row b: the only writer of a cache."""
-        layers = self.family.commit(cache.layers, cache.lengths, update, n)
+        layers = self.family.commit(self.config, cache.layers, cache.lengths, update, n)
         return Cache(layers=layers, lengths=cache.lengths + n)
 
     def logits(self, params: PyTree, hidden: Float[Array, "... H"]) -> Float[Array, "... V"]:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from specjax.targets import llama
-from specjax.targets.llama import DenseConfig, read_dense
+from specjax.targets.decoder import DecoderConfig, family
+from specjax.targets.llama import read_dense
 
 
-def read_config(config: Mapping[str, Any]) -> DenseConfig:
+def read_config(config: Mapping[str, Any]) -> DecoderConfig:
     """Read a Qwen3 `config.json`."""
     return read_dense(config, qk_norm=True)
 
 
-FAMILY = dataclasses.replace(llama.FAMILY, read_config=read_config)
+FAMILY = family(read_config)

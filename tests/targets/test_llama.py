@@ -36,7 +36,7 @@ def test_head_dim_is_read_not_derived_f14():
     attention = given.specs().layers[0].attention
     assert attention.q.shape == (128, 64) and attention.k.shape == (64, 64)
     assert attention.o.shape == (64, 128)
-    assert given.config.block.rope.dims == 32
+    assert given.config.kinds[0].block.rope.dims == 32
 
 
 @pytest.mark.parametrize("on", [False, True])

@@ -9,8 +9,8 @@ wider input (`AttentionConfig.inputs`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import jax
 from flax import struct
@@ -18,7 +18,9 @@ from jaxtyping import Array, Float
 
 from specjax.core.errors import CheckpointError
 from specjax.core.params import ParamSpec
-from specjax.layers.attention import KeyBlock, OwnKey, attend
+from specjax.layers.attention import KeyBlock
+from specjax.layers.cache.full import FullCache, FullKind
+from specjax.layers.context import Context
 from specjax.layers.linear import linear
 from specjax.layers.norm import rms_norm
 from specjax.layers.rope import RopeConfig, apply_rope
@@ -39,6 +41,7 @@ class BlockConfig:
         eps: of the norms.
         rope: how positions turn queries and keys.
         qk_norm: whether queries and keys are normalised per head.
+        whole_norm: the norm spans all heads at once, before the split (MiniMax).
         attention_bias: biases on q, k, v and o.
         mlp_bias: biases on gate, up and down.
         inputs: width of the attention's input, 0 for `hidden`.
@@ -52,12 +55,25 @@ class BlockConfig:
     eps: float
     rope: RopeConfig
     qk_norm: bool = False
+    whole_norm: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
     inputs: int = 0
 
+    @property
+    def cache(self) -> FullKind:
+        """The cache of its attention."""
+        return FullKind(self.kv_heads, self.head_dim, self.head_dim)
+
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any], *, qk_norm: bool, inputs: int = 0) -> BlockConfig:
+    def from_hf(
+        cls,
+        config: Mapping[str, Any],
+        *,
+        qk_norm: bool,
+        whole_norm: bool = False,
+        inputs: int = 0,
+    ) -> BlockConfig:
         """Read a published `config.json` of a Llama- or Qwen3-style model.
 
         Raises:
@@ -92,6 +108,7 @@ class BlockConfig:
             eps=float(config.get("rms_norm_eps", 1e-6)),
             rope=RopeConfig.from_hf(config, head_dim),
             qk_norm=qk_norm,
+            whole_norm=whole_norm,
             attention_bias=bool(config.get("attention_bias", False)),
             mlp_bias=bool(config.get("mlp_bias", False)),
             inputs=inputs,
@@ -127,10 +144,11 @@ class AttentionWeights:
                 return None
             return ParamSpec((size,), (axis,), f"{prefix}{name}.bias", init="zeros")
 
-        def norm(name: str) -> ParamSpec | None:
+        def norm(name: str, whole: int) -> ParamSpec | None:
             if not config.qk_norm:
                 return None
-            return ParamSpec((config.head_dim,), (None,), f"{prefix}{name}.weight", init="ones")
+            size = whole if config.whole_norm else config.head_dim
+            return ParamSpec((size,), (None,), f"{prefix}{name}.weight", init="ones")
 
         return cls(
             q=matrix("q_proj", wide, inputs, ("heads", "embed")),
@@ -141,8 +159,8 @@ class AttentionWeights:
             k_bias=bias("k_proj", narrow, "kv_heads"),
             v_bias=bias("v_proj", narrow, "kv_heads"),
             o_bias=bias("o_proj", config.hidden, "embed"),
-            q_norm=norm("q_norm"),
-            k_norm=norm("k_norm"),
+            q_norm=norm("q_norm", wide),
+            k_norm=norm("k_norm", narrow),
         )
 
 
@@ -158,24 +176,24 @@ class MlpWeights:
     down_bias: Weight = None
 
     @classmethod
-    def abstract(cls, config: BlockConfig, prefix: str) -> MlpWeights:
+    def abstract(cls, hidden: int, width: int, prefix: str, biased: bool = False) -> MlpWeights:
         """Return the specs under the published prefix, e.g. `model.layers.0.mlp.`."""
 
         def matrix(name: str, out: int, into: int, axes: tuple[str, str]) -> ParamSpec:
             return ParamSpec((out, into), axes, f"{prefix}{name}.weight")
 
         def bias(name: str, size: int, axis: str) -> ParamSpec | None:
-            if not config.mlp_bias:
+            if not biased:
                 return None
             return ParamSpec((size,), (axis,), f"{prefix}{name}.bias", init="zeros")
 
         return cls(
-            gate=matrix("gate_proj", config.mlp, config.hidden, ("mlp", "embed")),
-            up=matrix("up_proj", config.mlp, config.hidden, ("mlp", "embed")),
-            down=matrix("down_proj", config.hidden, config.mlp, ("embed", "mlp")),
-            gate_bias=bias("gate_proj", config.mlp, "mlp"),
-            up_bias=bias("up_proj", config.mlp, "mlp"),
-            down_bias=bias("down_proj", config.hidden, "embed"),
+            gate=matrix("gate_proj", width, hidden, ("mlp", "embed")),
+            up=matrix("up_proj", width, hidden, ("mlp", "embed")),
+            down=matrix("down_proj", hidden, width, ("embed", "mlp")),
+            gate_bias=bias("gate_proj", width, "mlp"),
+            up_bias=bias("up_proj", width, "mlp"),
+            down_bias=bias("down_proj", hidden, "embed"),
         )
 
 
@@ -193,7 +211,7 @@ class LayerWeights:
         """Return the specs under the published prefix, e.g. `model.layers.0.`."""
         return cls(
             attention=AttentionWeights.abstract(config, f"{prefix}self_attn."),
-            mlp=MlpWeights.abstract(config, f"{prefix}mlp."),
+            mlp=MlpWeights.abstract(config.hidden, config.mlp, f"{prefix}mlp.", config.mlp_bias),
             input_norm=norm_spec(config.hidden, f"{prefix}input_layernorm.weight"),
             post_norm=norm_spec(config.hidden, f"{prefix}post_attention_layernorm.weight"),
         )
@@ -213,29 +231,39 @@ def project_qkv(
 ) -> tuple[Float[Array, "B M T D"], Float[Array, "B N T D"], Float[Array, "B N T D"]]:
     """Project to (queries, keys, values), heads before positions, norm and rope applied."""
 
-    def heads(w: Weight, bias: Weight, count: int) -> jax.Array:
+    def heads(w: Weight, bias: Weight, norm: Weight = None) -> jax.Array:
         y = linear(x, w, bias)
-        return y.reshape(*y.shape[:-1], count, config.head_dim)
+        if norm is not None and config.whole_norm:
+            y = rms_norm(y, norm, config.eps)
+        y = y.reshape(*y.shape[:-1], -1, config.head_dim)
+        if norm is not None and not config.whole_norm:
+            y = rms_norm(y, norm, config.eps)
+        return y.transpose(0, 2, 1, 3)
 
-    q = heads(weights.q, weights.q_bias, config.heads)
-    k = heads(weights.k, weights.k_bias, config.kv_heads)
-    v = heads(weights.v, weights.v_bias, config.kv_heads)
-    if config.qk_norm:
-        q = rms_norm(q, weights.q_norm, config.eps)
-        k = rms_norm(k, weights.k_norm, config.eps)
-    q, k, v = (t.transpose(0, 2, 1, 3) for t in (q, k, v))
+    q = heads(weights.q, weights.q_bias, weights.q_norm)
+    k = heads(weights.k, weights.k_bias, weights.k_norm)
+    v = heads(weights.v, weights.v_bias)
     return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
 
 
-def attention_output(
+def attention(
     weights: AttentionWeights,
     config: BlockConfig,
-    q: Float[Array, "B M T D"],
-    blocks: Sequence[KeyBlock | OwnKey],
-) -> Float[Array, "B T H"]:
-    """Attend and project back to the residual stream."""
-    mixed = attend(q, blocks, config.head_dim**-0.5)
-    return linear(mixed, weights.o, weights.o_bias)
+    x: Float[Array, "B T H"],
+    ctx: Context,
+    entry: FullCache | None,
+) -> tuple[Float[Array, "B T H"], tuple[jax.Array, jax.Array]]:
+    """Attend from T new positions to the cache and to each other.
+
+    Returns:
+        (`[B, T, H]`, (keys, values)) with the new keys and values `[B, N, T, D]`.
+    """
+    q, k, v = project_qkv(weights, config, x, *ctx.rope(config.rope))
+    cached = [] if entry is None else [config.cache.read(entry, ctx.lengths, ctx.positions)]
+    kind = k.dtype if entry is None else entry.k.dtype  # one dtype, as they will be cached
+    blocks = [*cached, KeyBlock(k.astype(kind), v.astype(kind), ctx.causal)]
+    mixed = ctx.attend(q, blocks, config.head_dim**-0.5)
+    return linear(mixed, weights.o, weights.o_bias), (k, v)
 
 
 def mlp(weights: MlpWeights, x: Float[Array, "B T H"]) -> Float[Array, "B T H"]:
@@ -245,33 +273,34 @@ def mlp(weights: MlpWeights, x: Float[Array, "B T H"]) -> Float[Array, "B T H"]:
     return linear(jax.nn.silu(gate) * up, weights.down, weights.down_bias)
 
 
-def decoder_layer(
-    weights: LayerWeights,
-    config: BlockConfig,
-    x: Float[Array, "B T H"],
-    cos: Float[Array, "B T R"],
-    sin: Float[Array, "B T R"],
-    cached: Sequence[KeyBlock],
-    new_mask: jax.Array,
-) -> tuple[Float[Array, "B T H"], tuple[jax.Array, jax.Array]]:
-    """Run one layer over T new positions.
+@dataclasses.dataclass(frozen=True)
+class DenseLayer:
+    """The layer itself: `kind` of every layer of Llama and Qwen3, see `targets.decoder`."""
 
-    Args:
-        weights: the layer's weights.
-        config: its sizes.
-        x: residual stream.
-        cos: rope table of the new positions.
-        sin: rope table of the new positions.
-        cached: blocks of what the cache holds (empty without a cache).
-        new_mask: bool, broadcastable to `[B, T, T]`: which new positions see each other.
+    block: BlockConfig
+    label: ClassVar[str] = "full"
 
-    Returns:
-        (residual stream, (keys, values)) with the new keys and values `[B, N, T, D]`.
-    """
-    normed = rms_norm(x, weights.input_norm, config.eps)
-    q, k, v = project_qkv(weights.attention, config, normed, cos, sin)
-    kind = cached[0].k.dtype if cached else k.dtype  # one dtype, as they will be cached
-    blocks = [*cached, KeyBlock(k.astype(kind), v.astype(kind), new_mask)]
-    x = x + attention_output(weights.attention, config, q, blocks)
-    x = x + mlp(weights.mlp, rms_norm(x, weights.post_norm, config.eps))
-    return x, (k, v)
+    @property
+    def cache(self) -> FullKind:
+        """What it keeps of its past."""
+        return self.block.cache
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The rope tables it needs."""
+        return (self.block.rope,)
+
+    def abstract(self, prefix: str) -> LayerWeights:
+        """Return its weight table."""
+        return LayerWeights.abstract(self.block, prefix)
+
+    def run(
+        self, weights: LayerWeights, x: jax.Array, ctx: Context, entry: FullCache | None, index: Any
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """Run T new positions through the layer."""
+        del index
+        eps = self.block.eps
+        normed = rms_norm(x, weights.input_norm, eps)
+        y, new = attention(weights.attention, self.block, normed, ctx, entry)
+        x = x + y
+        return x + mlp(weights.mlp, rms_norm(x, weights.post_norm, eps)), new

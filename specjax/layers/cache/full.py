@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
+
+from specjax.layers.attention import KeyBlock
 
 
 @struct.dataclass
@@ -57,3 +62,49 @@ def write(
         return buffer.at[:, at].set(rows.astype(buffer.dtype), mode="drop", unique_indices=True)
 
     return FullCache(k=jax.vmap(append)(cache.k, k, slots), v=jax.vmap(append)(cache.v, v, slots))
+
+
+@dataclasses.dataclass(frozen=True)
+class FullKind:
+    """The cache of a layer that sees everything before it.
+
+    Attributes:
+        kv_heads: key-value heads N.
+        k_dim: size of a key D.
+        v_dim: size of a value Dv.
+    """
+
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+    name: ClassVar[str] = "full"
+
+    def empty(self, batch: int, capacity: int, dtype: str) -> FullCache:
+        """Return an empty cache of `batch` rows."""
+        return empty(batch, self.kv_heads, capacity, self.k_dim, self.v_dim, dtype)
+
+    def read(
+        self, entry: FullCache, lengths: Int[Array, " B"], positions: Int[Array, "B T"]
+    ) -> KeyBlock:
+        """Return what queries at `positions` see of the cache."""
+        del positions  # all of them come after everything cached
+        return KeyBlock(entry.k, entry.v, visible(entry, lengths))
+
+    def write(
+        self,
+        entry: FullCache,
+        lengths: Int[Array, " B"],
+        new: tuple[jax.Array, jax.Array],
+        n: Int[Array, " B"],
+    ) -> FullCache:
+        """Append the first `n[b]` new keys and values of row b."""
+        return write(entry, lengths, *new, n)
+
+    def bytes_per_token(self, itemsize: int) -> int:
+        """Return the memory that one committed token takes."""
+        return self.kv_heads * (self.k_dim + self.v_dim) * itemsize
+
+    def bytes_fixed(self, itemsize: int) -> int:
+        """Return the memory of a row that does not grow: none."""
+        del itemsize
+        return 0

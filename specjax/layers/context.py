@@ -1,0 +1,71 @@
+"""What every layer of one forward pass shares: positions, rope tables, masks, attention."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from specjax.layers.attention import attend, causal_mask
+from specjax.layers.rope import RopeConfig, rope_tables
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """One forward pass over T new positions behind `lengths` cached ones.
+
+    Attributes:
+        lengths: `[B]` committed positions per row.
+        valid: `[B]` real new positions per row; the rest are pads on the right.
+        positions: `[B, T]` their places in the sequence.
+        ropes: the tables of each rope configuration in the model.
+        causal: `[1, T, T]` which new positions see each other.
+        attend: the attention function, see `layers.attention.attend`.
+        shared: keys and values that later layers read: label to (cache entry, new), filled in by
+            the layer loop.
+        extra: what a family computes once for all of its layers.
+    """
+
+    lengths: Int[Array, " B"]
+    valid: Int[Array, " B"]
+    positions: Int[Array, "B T"]
+    ropes: Mapping[RopeConfig, tuple[jax.Array, jax.Array]]
+    causal: Bool[Array, "1 T T"]
+    attend: Callable[..., jax.Array] = attend
+    shared: Mapping[str, tuple[PyTree, PyTree]] = dataclasses.field(default_factory=dict)
+    extra: PyTree = None
+
+    @classmethod
+    def of(
+        cls,
+        lengths: Int[Array, " B"],
+        valid: Int[Array, " B"],
+        length: int,
+        ropes: Iterable[RopeConfig] = (),
+        attend: Callable[..., jax.Array] = attend,
+    ) -> Context:
+        """Return the context of `length` new positions, every rope table computed once."""
+        positions = lengths[:, None] + jnp.arange(length)[None]
+        return cls(
+            lengths=lengths,
+            valid=valid,
+            positions=positions,
+            ropes={config: rope_tables(config, positions) for config in dict.fromkeys(ropes)},
+            causal=causal_mask(length),
+            attend=attend,
+        )
+
+    @property
+    def real(self) -> Bool[Array, "B T"]:
+        """Which new positions are real."""
+        return jnp.arange(self.positions.shape[1])[None] < self.valid[:, None]
+
+    def rope(self, config: RopeConfig) -> tuple[Float[Array, "B T R"], Float[Array, "B T R"]]:
+        """Return (cos, sin) of the new positions."""
+        return self.ropes[config]
