@@ -45,7 +45,7 @@ def body(config: Config) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Command line entry; returns the exit code."""
     register("Compare", Compare)
-    names = ("Compare", "Eval", "Engine")
+    names = ("Compare", "Eval", "Target", "Engine")
     short = {"tokens": "Compare.tokens", **SHORT}
     return run_door(body, argv, usage=__doc__ or "", names=names, short=short)
 

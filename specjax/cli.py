@@ -11,6 +11,7 @@ from specjax.core.errors import ConfigError, SpecJaxError, nearest
 # name -> (where its `main(argv) -> exit code` is, what it does). Imported when called.
 COMMANDS: dict[str, tuple[str, str]] = {
     "eval": ("specjax.eval:main", "measure decoding with and without a draft head"),
+    "targets": ("specjax.show_targets:main", "list the production targets, or describe one"),
 }
 
 

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _evaluate,
         argv,
         usage=__doc__ or "",
-        names=("Eval", "Engine"),
+        names=("Eval", "Target", "Engine"),
         short=SHORT,
         default="eval/default.gin",
     )

@@ -31,17 +31,17 @@ def body(config: Config) -> None:
     from specjax.heads.eagle3 import Eagle3Head
     from specjax.training.run import read_kept, train
 
-    target, weights = targets.load(run.target, run.target_dtype)
+    target, weights = targets.load(run.target, run.target_dtype, how=run.target_options)
     kept = read_kept(settings.draft_vocab) if settings.draft_vocab else None
     size = None if kept is None else len(kept)
-    head = Eagle3Head.for_target(target.info, target.config.block, settings, size)
+    head = Eagle3Head.for_target(target.info, target.info.draft_block, settings, size)
     params = head.init(jax.random.key(run.seed), borrow(target, weights), kept)
     train(run, target, weights, head, params, config.operative())
 
 
 def main(argv: list[str] | None = None) -> int:
     """Command line entry; returns the exit code."""
-    names = ("Trainer", "Data", "Optim", "Eagle3")
+    names = ("Trainer", "Target", "Data", "Optim", "Eagle3")
     return run_door(body, argv, usage=__doc__, names=names, short=SHORT)
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 from specjax.core.errors import ConfigError
 from specjax.decode.config import EngineConfig
+from specjax.targets.config import TargetConfig
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -39,6 +40,7 @@ class EvalConfig:
       repeats: how often each run is measured, in alternation.
       time_shares: time the stages of a round apart.
       out: directory of the results; "" is runs/<time>.
+      target_options: how the target is held and run.
       engine: the engine's other settings.
     """
 
@@ -61,6 +63,7 @@ class EvalConfig:
     repeats: int = 3
     time_shares: bool = True
     out: str = ""
+    target_options: TargetConfig = dataclasses.field(default_factory=TargetConfig)
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ from specjax.heads.base import Borrowed
 from specjax.heads.config import Eagle3Config
 from specjax.heads.eagle3 import Eagle3Head
 from specjax.targets.base import Target
+from specjax.targets.config import TargetConfig
 
 PyTree = Any
 
@@ -44,14 +45,16 @@ _CONFIG = {
 _SCALE = 0.1  # of random weights: large enough for logits to differ by more than rounding
 
 
-def models(dtypes: Sequence[str], head_dtype: str) -> tuple[Target, dict[str, Any], Any, PyTree]:
+def models(
+    dtypes: Sequence[str], head_dtype: str, how: TargetConfig | None = None
+) -> tuple[Target, dict[str, Any], Any, PyTree]:
     """Return (target, its weights by dtype, head, head weights in `head_dtype`)."""
-    target = targets.from_config(_CONFIG)
+    target = targets.from_config(_CONFIG, how)
     full = init_params(target.specs(), jax.random.key(0), "float32", _SCALE)
     params = {dtype: jax.tree.map(lambda leaf, d=dtype: leaf.astype(d), full) for dtype in dtypes}
     head = Eagle3Head.for_target(
         target.info,
-        target.config.kinds[0].block,
+        target.info.draft_block,
         Eagle3Config(taps=(1, 2, 3)),
         draft_vocab=target.info.vocab // 2,
     )

@@ -22,9 +22,10 @@ from specjax.targets.base import Target
 
 PyTree = Any
 
-# Largest gap below the best logit at which a flip counts as a near-tie. Logits computed at two
-# widths differ by up to 0.3 in bfloat16 on a model of 30 layers and by 1e-4 in float32.
-TIE_BOUND = {"float32": 1e-3, "bfloat16": 0.3}
+# Largest gap below the best logit at which a flip counts as a near-tie, as a fraction of that
+# logit: rounding errors grow with what is rounded. 2^-6 is four steps of bfloat16's significand; on
+# a model of 30 layers, logits of 20 computed at two widths differ by up to 0.3.
+TIE_BOUND = {"float32": 2.0**-14, "bfloat16": 2.0**-6}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Difference:
         tokens: (the baseline's token, the other run's); -1 where that text had ended.
         logits: of these two tokens, computed anew in the run's dtype over the common text.
         margin: the best logit there less the smaller of the two.
-        near_tie: whether the margin is at most the bound.
+        near_tie: whether the margin is at most the bound times the best logit's magnitude.
     """
 
     request: int
@@ -105,7 +106,7 @@ def differences(
                 tokens=(a, b),
                 logits=(both[0], both[1]),
                 margin=margin,
-                near_tie=margin <= TIE_BOUND[dtype],
+                near_tie=margin <= TIE_BOUND[dtype] * abs(float(logits.max())),
             )
         )
     return found

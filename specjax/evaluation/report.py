@@ -141,8 +141,8 @@ def remarks(rows: Sequence[Record]) -> list[str]:
         if row["differing"]:
             said.append(
                 f"{name}: {row['differing']} of {row['prompts']} texts differ from the"
-                f" {row['dtype']} baseline, {row['near_ties']} of them at a near-tie (gap of the"
-                f" logits at most {row['near_tie_bound']}); one flip in"
+                f" {row['dtype']} baseline, {row['near_ties']} of them at a near-tie (a gap of at"
+                f" most {row['near_tie_bound']:.2%} of the best logit); one flip in"
                 f" {1 / row['flip_rate']:,.0f} tokens."
             )
             if row["near_ties"] < row["differing"]:

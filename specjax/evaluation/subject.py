@@ -71,7 +71,7 @@ def load(config: EvalConfig) -> Subject:
     head_root = None if config.head == "none" else resolve(config.head)
     params: dict[str, PyTree] = {}
     for dtype in config.baseline_dtypes:
-        target, params[dtype] = targets.load(root, dtype)
+        target, params[dtype] = targets.load(root, dtype, how=config.target_options)
     head, head_params = (
         (NullHead(), ()) if head_root is None else heads.load(head_root, target.info, config.dtype)
     )
@@ -88,7 +88,9 @@ def load(config: EvalConfig) -> Subject:
 
 
 def _embedded(config: EvalConfig) -> Subject:
-    target, params, head, head_params = demo.models(config.baseline_dtypes, config.dtype)
+    target, params, head, head_params = demo.models(
+        config.baseline_dtypes, config.dtype, config.target_options
+    )
     prompts = demo.prompts(target, config.num_prompts)
     return Subject(
         target=target,

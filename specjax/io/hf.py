@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 from specjax.core.errors import CheckpointError
 from specjax.core.params import ParamSpec, leaves_with_names, map_specs
 from specjax.io.names import views
+from specjax.io.quant import as_held, float8_tensors
 
 PyTree = Any
 _INDEX = "model.safetensors.index.json"
@@ -96,6 +97,7 @@ class TensorReader:
         """
         self.path = Path(path)
         self._files: dict[str, Any] = {}
+        self._float8: dict[str, np.ndarray] = {}
         self._stored: dict[str, tuple[int, ...]] = {}
         for file in self._list_files():
             try:
@@ -105,6 +107,7 @@ class TensorReader:
             for name in handle.keys():  # noqa: SIM118 (not a dict)
                 self._files[name] = handle
                 self._stored[name] = tuple(handle.get_slice(name).get_shape())
+            self._float8 |= float8_tensors(file)
         self._views = views(self._stored)
         self.shapes = {n: view.shape(self._stored[view.name]) for n, view in self._views.items()}
 
@@ -124,8 +127,10 @@ class TensorReader:
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
         """Read one tensor, or the part of it that `index` selects."""
         view = self._views[name]
-        whole = self._files[view.name].get_slice(view.name)
         part = view.part(self._stored[view.name], index)
+        if view.name in self._float8:
+            return np.array(self._float8[view.name][part])
+        whole = self._files[view.name].get_slice(view.name)
         return np.asarray(whole[part] if part else whole[:] if whole.get_shape() else whole[...])
 
     def published(self, name: str) -> str:
@@ -200,7 +205,7 @@ def _read(
 ) -> np.ndarray:
     """Read a weight, or a part of it, from the published tensors it is made of."""
     if not spec.parts:
-        return reader.read(spec.hf, index).astype(dtype, copy=False)
+        return as_held(reader.read(spec.hf, index), dtype, reader.published(spec.hf))
     first, rest = (slice(None), None) if not index else (index[0], tuple(index[1:]))
     parts = spec.parts[first]
     head = _read(reader, parts[0], rest, dtype)

@@ -7,12 +7,14 @@ one maximum and one sum, so the result equals attention over the concatenation w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float
+
+from specjax.core.errors import ConfigError
 
 _NEGATIVE = -1e30  # finite: an empty row gives zeros below instead of NaN
 
@@ -97,6 +99,71 @@ def attend(
     mixed = sum(_values(w, block) for w, block in zip(weights, blocks, strict=True))
     out = mixed / jnp.maximum(total, 1e-30)
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, -1).astype(q.dtype)
+
+
+def attend_dot_product(
+    q: Float[Array, "B M T D"], blocks: Sequence[KeyBlock | OwnKey], scale: float
+) -> Float[Array, "B T F"]:
+    """Attend as `attend` does, by `jax.nn.dot_product_attention` over the concatenated blocks.
+
+    For platforms where one call on a copy of the keys is faster than several products in place.
+    An own key becomes a block with a diagonal mask; of keys and values of different sizes the
+    smaller are padded with zeros.
+
+    Raises:
+        TypeError: keys and values are held in neither float32 nor bfloat16.
+    """
+    batch, _, length, _ = q.shape
+    shared = [_as_block(block, length) for block in blocks]
+    kind = jnp.result_type(*(x for block in shared for x in (block.k, block.v)))
+    if kind not in (jnp.float32, jnp.bfloat16):  # jax compiles its float16 on some platforms only
+        raise TypeError(f"attention 'dot_product' takes float32 or bfloat16, not {kind}")
+    width = shared[0].v.shape[-1]
+    wide = max(q.shape[-1], width)
+
+    def line_up(parts: Sequence[jax.Array]) -> jax.Array:
+        x = jnp.concatenate([part.astype(kind) for part in parts], axis=2)
+        return jnp.pad(x, ((0, 0),) * 3 + ((0, wide - x.shape[-1]),)).transpose(0, 2, 1, 3)
+
+    masks = [jnp.broadcast_to(b.mask, (batch, length, b.k.shape[2])) for b in shared]
+    mask = jnp.concatenate(masks, axis=-1)
+    # The function takes no precision: for float32 the surrounding default counts.
+    with jax.default_matmul_precision("highest" if kind == jnp.float32 else "default"):
+        out = jax.nn.dot_product_attention(
+            line_up([q]),
+            line_up([block.k for block in shared]),
+            line_up([block.v for block in shared]),
+            mask=mask[:, None],
+            scale=scale,
+        )
+    # A softmax over masked scores alone is uniform; what sees nothing gives zeros.
+    out = jnp.where(mask.any(-1)[..., None, None], out[..., :width], 0)
+    return out.reshape(batch, length, -1).astype(q.dtype)
+
+
+def _as_block(block: KeyBlock | OwnKey, length: int) -> KeyBlock:
+    if isinstance(block, OwnKey):
+        return KeyBlock(block.k, block.v, jnp.eye(length, dtype=bool)[None])
+    return block
+
+
+Attend = Callable[[jax.Array, Sequence[KeyBlock | OwnKey], float], jax.Array]
+_BACKENDS: dict[str, Attend] = {"blocks": attend, "dot_product": attend_dot_product}
+
+
+def attend_with(backend: str) -> Attend:
+    """Return the attention function of a back end.
+
+    Args:
+        backend: "blocks" for `attend`, "dot_product" for `attend_dot_product`.
+
+    Raises:
+        ConfigError: there is no such back end.
+    """
+    if backend not in _BACKENDS:
+        known = ", ".join(repr(name) for name in _BACKENDS)
+        raise ConfigError(f"attention {backend!r} does not exist; have {known}")
+    return _BACKENDS[backend]
 
 
 def causal_mask(length: int) -> Bool[Array, "1 T T"]:

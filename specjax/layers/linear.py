@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from specjax.core.packed import Packed, dense
+
 
 def _precision(x: jax.Array) -> jax.lax.Precision | None:
     return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
@@ -38,20 +40,23 @@ def _product_on_cpu(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def linear_f32(
-    x: Float[Array, "... I"], w: Float[Array, "O I"], bias: Float[Array, " O"] | None = None
+    x: Float[Array, "... I"],
+    w: Float[Array, "O I"] | Packed,
+    bias: Float[Array, " O"] | None = None,
 ) -> Float[Array, "... O"]:
     """Compute `x @ w.T + bias`, accumulated and returned in float32.
 
     Weights keep the published `[out, in]` layout. A weight of another dtype than `x` is used as
-    `x`'s dtype.
+    `x`'s dtype, a packed one is unpacked to it here.
     """
-    w = w.astype(x.dtype)
-    y = jax.lax.platform_dependent(x, w, cpu=_product_on_cpu, default=_product)
+    y = jax.lax.platform_dependent(x, dense(w, x.dtype), cpu=_product_on_cpu, default=_product)
     return y if bias is None else y + bias.astype(jnp.float32)
 
 
 def linear(
-    x: Float[Array, "... I"], w: Float[Array, "O I"], bias: Float[Array, " O"] | None = None
+    x: Float[Array, "... I"],
+    w: Float[Array, "O I"] | Packed,
+    bias: Float[Array, " O"] | None = None,
 ) -> Float[Array, "... O"]:
     """Compute `x @ w.T + bias` with float32 accumulation, returned in the dtype of `x`."""
     return linear_f32(x, w, bias).astype(x.dtype)

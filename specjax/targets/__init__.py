@@ -1,32 +1,25 @@
-"""Target models: one module per family, loaded from published checkpoints."""
+"""Target models: one module per family, loaded from published checkpoints.
+
+Names are looked up when first used, so that the settings (`targets.config`) and the catalogue stay
+light to import.
+"""
 
 from __future__ import annotations
 
-import collections
-import dataclasses
-import fnmatch
-import logging
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+import importlib
 from typing import Any
 
-from specjax.core.errors import CheckpointError, nearest
-from specjax.io.hf import TensorReader, load_params, read_config, read_stop_ids, resolve
-from specjax.targets import llama, qwen3
-from specjax.targets.base import Cache, Family, Target, TargetInfo, TargetOut
-from specjax.targets.config import TargetConfig
-
-FAMILIES: dict[str, Family] = {"llama": llama.FAMILY, "qwen3": qwen3.FAMILY}
-# Towers of multimodal wrappers; only the text model is read.
-TOWERS = (
-    "model.visual.*",
-    "model.vision_tower.*",
-    "model.embed_vision.*",
-    "model.audio_tower.*",
-    "model.embed_audio.*",
-    "vision_tower.*",
-    "mm_projector.*",
-)
+_HOMES = {
+    "FAMILIES": "specjax.targets.loading",
+    "from_config": "specjax.targets.loading",
+    "load": "specjax.targets.loading",
+    "text_config": "specjax.targets.loading",
+    "Cache": "specjax.targets.base",
+    "Target": "specjax.targets.base",
+    "TargetInfo": "specjax.targets.base",
+    "TargetOut": "specjax.targets.base",
+    "TargetConfig": "specjax.targets.config",
+}
 
 __all__ = [
     "FAMILIES",
@@ -39,81 +32,10 @@ __all__ = [
     "load",
     "text_config",
 ]
-_log = logging.getLogger(__name__)
 
 
-def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the text model's configuration, out of a multimodal wrapper's where it is one.
-
-    What the wrapper alone says (stop tokens, tied embeddings, quantisation) is kept.
-    """
-    inner = config.get("text_config")
-    if not isinstance(inner, Mapping):
-        return dict(config)
-    kept = ("eos_token_id", "tie_word_embeddings", "quantization_config")
-    outer = {name: config[name] for name in kept if config.get(name) is not None}
-    return {**outer, **{name: value for name, value in inner.items() if value is not None}}
-
-
-def from_config(config: Mapping[str, Any], how: TargetConfig | None = None) -> Target:
-    """Build a target from a published configuration.
-
-    Args:
-        config: a `config.json`, of a text model or of a multimodal wrapper.
-        how: how it is run.
-
-    Raises:
-        CheckpointError: the `model_type` is missing or not one of FAMILIES.
-    """
-    how = how or TargetConfig()
-    text = text_config(config)
-    kind = text.get("model_type")
-    if kind not in FAMILIES:
-        known = ", ".join(sorted(FAMILIES))
-        raise CheckpointError(
-            f"config.json: model_type {kind!r} is not supported; have {known}"
-            + nearest(str(kind), FAMILIES)
-        )
-    family = FAMILIES[kind]
-    loop = "unroll" if how.layer_loop == "auto" else how.layer_loop
-    read = dataclasses.replace(family.read_config(text), layer_loop=loop, attention=how.attention)
-    return Target(family=family, config=read)
-
-
-def load(
-    path: str | Path,
-    dtype: str = "float32",
-    shardings: Any | None = None,
-    how: TargetConfig | None = None,
-) -> tuple[Target, Any]:
-    """Load a published checkpoint: a directory, or a hub id where there is a network.
-
-    Args:
-        path: Hugging Face directory, `hf://owner/name` or `owner/name`.
-        dtype: dtype of the weights in memory.
-        shardings: one sharding for every weight, a tree of them, or None for the default device.
-        how: how it is held in memory and run.
-
-    Returns:
-        (target, params).
-
-    Raises:
-        CheckpointError: anything wrong with the directory, named.
-    """
-    root = resolve(path)
-    config = read_config(root)
-    stops = read_stop_ids(root, text_config(config))
-    target = from_config({**text_config(config), "eos_token_id": list(stops)}, how)
-    reader = TensorReader(root)
-    ignored = [*TOWERS, *target.ignored]
-    _tell_skipped(reader.shapes, root)
-    params = load_params(target.specs(), reader, dtype, shardings, ignore=tuple(ignored))
-    return target, params
-
-
-def _tell_skipped(names: Iterable[str], root: Path) -> None:
-    """Say which towers of a multimodal checkpoint are not read."""
-    towers = [p.removesuffix(".*") for n in names for p in TOWERS if fnmatch.fnmatch(n, p)]
-    if towers:
-        counted = ", ".join(f"{n} of {p}" for p, n in collections.Counter(towers).items())
-        _log.warning("%s: text model only; tensors skipped: %s", root.name, counted)
+def __getattr__(name: str) -> Any:
+    """Import a public name from its module."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

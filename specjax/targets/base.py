@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from specjax.layers.blocks.dense import BlockConfig
+
 PyTree = Any
 
 
@@ -32,6 +34,7 @@ class TargetInfo:
             "shared" for a layer that reads another's.
         stop_ids: tokens that end a text.
         max_context: longest context the configuration allows.
+        draft_block: the shape that a draft head's ordinary decoder blocks copy.
     """
 
     family: str
@@ -41,6 +44,7 @@ class TargetInfo:
     layer_kinds: tuple[str, ...]
     stop_ids: tuple[int, ...]
     max_context: int
+    draft_block: BlockConfig | None = None
 
 
 @struct.dataclass

@@ -19,12 +19,12 @@ from flax import struct
 from specjax.core.errors import CheckpointError
 from specjax.core.params import ParamSpec
 from specjax.core.stack import Segment, group, map_entries, segments
-from specjax.layers.attention import attend
-from specjax.layers.blocks.dense import norm_spec
+from specjax.layers.attention import attend_with
+from specjax.layers.blocks.dense import BlockConfig, norm_spec
 from specjax.layers.context import Context
 from specjax.layers.embedding import lookup
 from specjax.layers.linear import linear_f32
-from specjax.layers.norm import rms_norm
+from specjax.layers.norm import offset_norm, rms_norm
 from specjax.targets.base import Cache, Family, TargetInfo, TargetOut
 from specjax.targets.layer_loop import LayerKind, run_layers
 
@@ -49,6 +49,7 @@ class DecoderConfig:
         norm_offset: norm weights are stored as an offset from 1.
         extra: what a family needs besides, e.g. per-layer inputs: a frozen description with
             `abstract()` and `run(weights, tokens, x)`, whose result is `Context.extra`.
+        draft_block: the shape that a draft head's ordinary decoder blocks copy.
         draft_modules: MTP modules that the checkpoint holds besides.
         layer_loop: "unroll" or "scan".
         attention: back end, "blocks" or "dot_product".
@@ -66,6 +67,7 @@ class DecoderConfig:
     softcap: float | None = None
     norm_offset: bool = False
     extra: Any = None
+    draft_block: BlockConfig | None = None
     draft_modules: int = 0
     layer_loop: str = "unroll"
     attention: str = "blocks"
@@ -158,6 +160,7 @@ def info(config: DecoderConfig) -> TargetInfo:
         layer_kinds=tuple("shared" if k.cache is None else k.cache.name for k in config.kinds),
         stop_ids=config.stop_ids,
         max_context=config.max_context,
+        draft_block=config.draft_block,
     )
 
 
@@ -182,7 +185,7 @@ def forward(
     batch, length = tokens.shape
     start = jnp.zeros((batch,), jnp.int32) if cache is None else cache.lengths
     ropes = [rope for kind in config.kinds for rope in kind.ropes]
-    ctx = Context.of(start, valid, length, ropes, attend)
+    ctx = Context.of(start, valid, length, ropes, attend_with(config.attention))
     x = embed(params, config, tokens)
     if config.extra is not None:
         ctx = dataclasses.replace(ctx, extra=config.extra.run(params.extra, tokens, x))
@@ -190,8 +193,12 @@ def forward(
     x, streams, update = run_layers(
         config.kinds, config.segments, params.layers, entries, x, ctx, taps
     )
-    norm = 1 + params.norm if config.norm_offset else params.norm
-    return TargetOut(hidden=rms_norm(x, norm, config.eps), taps=streams, update=update)
+    hidden = (
+        offset_norm(x, params.norm, config.eps)
+        if config.norm_offset
+        else rms_norm(x, params.norm, config.eps)
+    )
+    return TargetOut(hidden=hidden, taps=streams, update=update)
 
 
 def commit(

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from specjax.core.stack import Segment, Stacked
 from specjax.layers.cache.base import CacheKind
@@ -126,6 +127,7 @@ class _Loop:
 
         def turn(carry: tuple[jax.Array, jax.Array], xs: Any) -> Any:
             (x, streams), (number, weights, rows) = carry, xs
+            weights = _put_back(weights, whole, number)
             update = []
             for position in range(part.period):
                 index = part.first + position + number * part.period
@@ -142,9 +144,11 @@ class _Loop:
         def plain(trees: Sequence[PyTree]) -> tuple[PyTree, ...]:
             return tuple(t.tree if isinstance(t, Stacked) else None for t in trees)
 
+        sliced, whole = _set_apart(plain(layers))
+
         streams = jnp.zeros((len(wanted), *x.shape), x.dtype)
         rows = plain(entries)
-        xs = (jnp.arange(part.repeats), plain(layers), rows)
+        xs = (jnp.arange(part.repeats), sliced, rows)
         (x, streams), update = jax.lax.scan(turn, (x, streams), xs)
         self.kept |= dict(zip(wanted, streams, strict=True))
         for position in range(part.period):
@@ -159,3 +163,29 @@ class _Loop:
             self.ctx = dataclasses.replace(
                 self.ctx, shared={**self.ctx.shared, kind.label: (entry, new)}
             )
+
+
+@struct.dataclass
+class _Elsewhere:
+    """Stands in scanned weights for a record that selects its layer itself."""
+
+
+def _is_whole(node: PyTree) -> bool:
+    return hasattr(node, "at_layer")
+
+
+def _set_apart(trees: PyTree) -> tuple[PyTree, list[PyTree]]:
+    """Split weights into those to scan over and those that select their layer themselves."""
+    nodes, structure = jax.tree.flatten(trees, is_leaf=_is_whole)
+    scanned = [_Elsewhere() if _is_whole(node) else node for node in nodes]
+    return jax.tree.unflatten(structure, scanned), [node for node in nodes if _is_whole(node)]
+
+
+def _put_back(sliced: PyTree, whole: Sequence[PyTree], number: jax.Array) -> PyTree:
+    """Return the weights of one turn; those set apart are told which turn it is."""
+    rest = iter(whole)
+    return jax.tree.map(
+        lambda node: next(rest).at_layer(number) if isinstance(node, _Elsewhere) else node,
+        sliced,
+        is_leaf=lambda node: isinstance(node, _Elsewhere),
+    )

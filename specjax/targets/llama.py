@@ -12,8 +12,8 @@ from specjax.targets.decoder import DecoderConfig, around, family, required
 def read_dense(config: Mapping[str, Any], *, qk_norm: bool) -> DecoderConfig:
     """Read a published configuration whose layers are all alike."""
     (layers,) = required(config, "num_hidden_layers")
-    layer = DenseLayer(BlockConfig.from_hf(config, qk_norm=qk_norm))
-    return DecoderConfig(**around(config), kinds=(layer,) * layers)
+    block = BlockConfig.from_hf(config, qk_norm=qk_norm)
+    return DecoderConfig(**around(config), kinds=(DenseLayer(block),) * layers, draft_block=block)
 
 
 def read_config(config: Mapping[str, Any]) -> DecoderConfig:

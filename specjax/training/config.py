@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from specjax.core.errors import ConfigError
+from specjax.targets.config import TargetConfig
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -115,6 +116,7 @@ class TrainerConfig:
         steps: optimiser steps, or None to let `epochs` decide.
         batch_size: conversations in a forward pass.
         accumulation: forward passes in an optimiser step.
+        target_options: how the target is held and run.
         target_dtype: dtype of the target and so of its features.
         compute_dtype: dtype of the head's products; its master weights are float32 always.
         seed: of the initial weights, the data order and everything random.
@@ -134,6 +136,7 @@ class TrainerConfig:
     steps: int | None = None
     batch_size: int = 8
     accumulation: int = 1
+    target_options: TargetConfig = field(default_factory=TargetConfig)
     target_dtype: Dtype = "bfloat16"
     compute_dtype: Dtype = "bfloat16"
     seed: int = 0

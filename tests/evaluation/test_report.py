@@ -46,10 +46,11 @@ def test_missing_figures_read_na(rows: list[Record]) -> None:
 def test_remarks_tell_of_the_other_dtype_and_of_differences(rows: list[Record]) -> None:
     row = copy.deepcopy(rows[1])
     row |= {"baseline_dtype": "bfloat16", "dtype": "float32"}
-    row |= {"differing": 2, "near_ties": 2, "flip_rate": 0.01, "near_tie_bound": 0.3}
+    row |= {"differing": 2, "near_ties": 2, "flip_rate": 0.01, "near_tie_bound": 1 / 64}
     said = " ".join(report.remarks([row]))
     assert "try Eval.dtype=bfloat16" in said
     assert "2 of 4 texts differ" in said
+    assert "at most 1.56% of the best logit" in said
     assert "one flip in 100 tokens" in said
     assert "NOT LOSSLESS" not in said
     row["near_ties"] = 1

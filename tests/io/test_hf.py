@@ -157,7 +157,7 @@ def test_shard_without_the_tensor_the_index_promises(model):
     [
         (
             {"model_type": "lama"},
-            "'lama' is not supported; have llama, qwen3; did you mean 'llama'?",
+            "minimax_m2, qwen3, qwen3_5_moe_text, qwen3_5_text, qwen3_moe; did you mean 'llama'?",
         ),
         ({"model_type": None}, "model_type None is not supported"),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope type 'longrope'"),

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax.core.packed import BlockFp8, GroupInt4, Mxfp4
 from specjax.layers.linear import linear, linear_f32
 
 RNG = np.random.default_rng(0)
@@ -43,3 +44,21 @@ def test_gradient_passes_the_single_row_form():
     x, w = X[0, :1].astype(jnp.bfloat16), W.astype(jnp.bfloat16)
     got = jax.grad(lambda w: linear_f32(x, w).sum())(w)
     np.testing.assert_allclose(got.astype(jnp.float32), np.tile(x.astype(jnp.float32), (24, 1)))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_packed_weights_give_what_their_unpacked_ones_give(dtype):
+    packed = [
+        BlockFp8(RNG.integers(0, 127, (24, 64)).astype(np.uint8), np.ones((1, 2), "f4"), (32, 32)),
+        GroupInt4(RNG.integers(0, 1 << 30, (24, 8)).astype(np.int32), np.full((24, 2), 0.1, "f4")),
+        Mxfp4(*(RNG.integers(118, 124, (24, n)).astype(np.uint8) for n in (32, 2))),
+    ]
+    x, run = X.astype(dtype), jax.jit(linear)
+    for w in packed:
+        w = jax.tree.map(jnp.asarray, w)
+        assert run(x, w, BIAS).dtype == dtype
+        np.testing.assert_array_equal(run(x, w, BIAS), run(x, w.dequantise(dtype), BIAS))
+        want = np.asarray(x, np.float64) @ np.asarray(w.dequantise("float32"), np.float64).T
+        tolerance = 1e-5 if dtype == jnp.float32 else 2e-2
+        got = np.asarray(linear_f32(x, w), np.float64)
+        np.testing.assert_allclose(got, want, atol=tolerance * np.abs(want).max())

@@ -143,7 +143,7 @@ class Wrapped:
     def __init__(self, target: Loaded, length: int = 2, **changes: Any) -> None:
         config = Eagle3Config(taps=(1, 2, 3), ttt_length=length, mask_shift=2, **changes)
         self._borrowed = borrow(*target)
-        self._head = Eagle3Head.for_target(target[0].info, target[0].config.block, config, 40)
+        self._head = Eagle3Head.for_target(target[0].info, target[0].info.draft_block, config, 40)
         self.taps, self.trainable, self.loss = (
             self._head.taps,
             self._head.trainable,
