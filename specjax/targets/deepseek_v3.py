@@ -63,10 +63,12 @@ def read_config(config: Mapping[str, Any]) -> DecoderConfig:
         names=_NAMES,
     )
     kinds = [DeepseekLayer(attention, width if i < dense else sparse) for i in range(layers)]
-    # Draft heads for this family attend with ordinary heads as wide as the target's values.
+    # Draft heads for this family attend with ordinary heads as wide as the target's values, turned
+    # whole (of an odd width, all dims but the last).
+    rope = {"rope_theta": attention.rope.theta}
+    width_of_head = {"head_dim": attention.v_dim, "rotary_dim": attention.v_dim // 2 * 2}
     draft = BlockConfig.from_hf(
-        {**config, "head_dim": attention.v_dim, "rope_scaling": None, "rope_parameters": None},
-        qk_norm=False,
+        {**config, **width_of_head, "rope_parameters": rope, "rope_scaling": None}, qk_norm=False
     )
     return DecoderConfig(
         **around(config),

@@ -46,6 +46,8 @@ def read_config(config: Mapping[str, Any]) -> DecoderConfig:
         raise CheckpointError(f"config.json: scoring_func {score!r}; minimax_m2 has 'sigmoid'")
     if (norm := config.get("qk_norm_type", "per_layer")) != "per_layer":
         raise CheckpointError(f"config.json: qk_norm_type {norm!r}; minimax_m2 has 'per_layer'")
+    if not (bias := config.get("use_routing_bias", True)):
+        raise CheckpointError(f"config.json: use_routing_bias {bias!r}; minimax_m2 has a bias")
     block = BlockConfig.from_hf(
         config, qk_norm=bool(config.get("use_qk_norm", True)), whole_norm=True
     )

@@ -99,8 +99,10 @@ def test_texts_are_the_baselines(name: str, loop: str) -> None:
     for n, text in enumerate(wanted):
         if len(text) < NEW:  # the truth wherever the stop token is in reach, and beyond it
             end = len(prompts[n]) + len(text)
-            for size in range(end - K, end):
+            for size in range(max(end - K, 0), end):
                 drafts[n, size] = script[n, size : size + K]
+            # No leap from just out of reach: the stop token would be the target's own.
+            drafts[n, end - K - 1, 0] = (script[n, end - K - 1] + 1) % VOCAB
 
     traps = Traps(first=jnp.arange(len(prompts)), drafts=jnp.asarray(drafts))
     engine = Engine(target, params, Adversary(), traps, BASE, stop_ids=(stop,))
@@ -168,7 +170,7 @@ def test_samples_follow_the_targets_law(
     target, params = tiny(name, vocab_size=SYMBOLS, **changes)
     prompt = np.random.default_rng(3).integers(0, SYMBOLS, BEHIND, dtype=np.int32)
     texts, share = sampled_texts(target, params, prompt, rows, certain)
-    assert (0.05 if certain else 0.2) < share < 0.8
+    assert (0.02 if certain else 0.2) < share < 0.8
 
     firsts = texts.copy()  # every first token, each in a row of its own
     firsts[:SYMBOLS, BEHIND] = np.arange(SYMBOLS)

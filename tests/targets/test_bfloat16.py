@@ -5,7 +5,6 @@ alone: activations, caches, and whatever should have stayed in float32.
 """
 
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
@@ -16,25 +15,27 @@ from specjax import targets
 from specjax.core.params import map_specs
 from tests.decode.adversary import CONFIGS, VOCAB, tiny
 
-BATCH, FIRST, SECOND = 4, 20, 12
+BATCH, PIECE = 4, 16
+AGAIN = ("qwen3", "gemma4_moe")  # the others have all their parts
 UNIT = 2.0**-8  # the largest relative error of one rounding to bfloat16
 
 
 def some_tokens():
     rng = np.random.default_rng(5)
-    return rng.integers(0, VOCAB, (BATCH, FIRST + SECOND), dtype=np.int32)
+    return rng.integers(0, VOCAB, (BATCH, 2 * PIECE), dtype=np.int32)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def in_two_passes(target, params, tokens, dtype):
     """(logits, states) of a prompt, and of what follows it on the caches it left."""
-    cache = target.init_cache(BATCH, FIRST + SECOND, dtype)
-    hidden = []
-    for piece in (tokens[:, :FIRST], tokens[:, FIRST:]):
+
+    def take_in(cache, piece):
         out = target.forward(params, piece, cache=cache)
-        cache = target.commit(cache, out.update, jnp.full(BATCH, piece.shape[1]))
-        hidden.append(out.hidden)
-    hidden = jnp.concatenate(hidden, axis=1)
+        return target.commit(cache, out.update, jnp.full(BATCH, PIECE)), out.hidden
+
+    cache = target.init_cache(BATCH, 2 * PIECE, dtype)
+    pieces = tokens.reshape(BATCH, 2, PIECE).swapaxes(0, 1)
+    hidden = jax.lax.scan(take_in, cache, pieces)[1].swapaxes(0, 1).reshape(BATCH, 2 * PIECE, -1)
     return target.logits(params, hidden), hidden
 
 
@@ -50,9 +51,12 @@ def distance(got, want):
     return np.sqrt(((got - want) ** 2).mean(-1)) / size
 
 
-@pytest.mark.parametrize("name", sorted(CONFIGS))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n in AGAIN else n for n in sorted(CONFIGS)],
+)
 def test_logits_are_within_rounding(name):
-    """Between a tenth of a unit and ten: a layer rounds some ten times, errors add up by chance.
+    """A layer rounds some ten times and errors add up by chance: 2 to 7 units were measured.
 
     Experts chosen otherwise in a near-tie change a few tokens altogether, hence the median.
     """
@@ -63,7 +67,6 @@ def test_logits_are_within_rounding(name):
     assert (wide.dtype, narrow.dtype) == (jnp.float32, jnp.bfloat16)
     assert want.dtype == got.dtype == jnp.float32
     error = distance(got, want)
-    print(name, np.median(error) / UNIT, error.max() / UNIT)
     assert 0.1 * UNIT < np.median(error) < 10 * UNIT
 
 
