@@ -36,7 +36,7 @@ def _forward(
 
 def compute(fixture: Fixture) -> Outcome:
     """Compute a target fixture."""
-    kind = fixture.config.get("model_type")
+    kind = targets.text_config(fixture.config).get("model_type")
     if kind not in targets.FAMILIES:
         return Outcome(otherwise=f"model_type {kind!r} is not built here")
     target, params = targets.load(fixture.path)

@@ -34,6 +34,7 @@ FAMILIES: dict[str, Family] = {
 TOWERS = (
     "model.visual.*",
     "model.vision_tower.*",
+    "model.vision_embedder.*",
     "model.embed_vision.*",
     "model.audio_tower.*",
     "model.embed_audio.*",

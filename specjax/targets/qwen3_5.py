@@ -16,6 +16,7 @@ from specjax.layers.blocks.sparse import SparseConfig, SparseNames
 from specjax.layers.deltanet import DeltaNetConfig
 from specjax.layers.router import RouterConfig
 from specjax.targets.decoder import DecoderConfig, around, family, required
+from specjax.targets.layer_loop import LayerKind
 
 _LINEAR, _FULL = "linear_attention", "full_attention"
 _NAMES = SparseNames(shared="mlp.shared_expert.", shared_gate="mlp.shared_expert_gate.weight")
@@ -62,7 +63,7 @@ def read_config(config: Mapping[str, Any]) -> DecoderConfig:
         },
         qk_norm=True,
     )
-    kinds = {
+    kinds: dict[str, LayerKind] = {
         _LINEAR: DeltaNetLayer(delta, feed_forward),
         _FULL: GatedAttentionLayer(block, feed_forward),
     }

@@ -28,9 +28,9 @@ def test_it_keeps_its_relative_accuracy_where_the_sum_would_cancel(dtype, relati
 
 
 def test_it_is_not_the_exact_gelu():
-    assert (
-        abs(float(gelu_tanh(jnp.float32(-2))) - float(jax.nn.gelu(-2.0, approximate=False))) > 1e-4
-    )
+    """They are furthest apart, by 4.7e-4, where |x| is about 2.3."""
+    x = jnp.float32(-2.3)
+    assert abs(float(gelu_tanh(x)) - float(jax.nn.gelu(x, approximate=False))) > 2e-4
 
 
 def test_large_arguments_stay_finite_in_value_and_gradient():

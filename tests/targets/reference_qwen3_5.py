@@ -1,4 +1,4 @@
-"""Random Qwen3.5 configurations, and transformers' answers to them."""
+"""Small Qwen3.5 configurations, fixed and random, and transformers' answers to the latter."""
 
 import json
 
@@ -6,6 +6,31 @@ import numpy as np
 
 from .reference import LENGTH, random_rope
 
+VOCAB = 97
+DENSE = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+}
+SPARSE = {name: value for name, value in DENSE.items() if name != "intermediate_size"} | {
+    "model_type": "qwen3_5_moe_text",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 20,
+}
 PATTERNS = (None, "LLFLLF", "FLLFLL", "LLL", "LFFL", "FL")  # None: the interval's, two turns
 KINDS = {"L": "linear_attention", "F": "full_attention"}
 

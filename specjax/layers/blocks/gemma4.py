@@ -256,7 +256,7 @@ class Gemma4Layer:
             pre_mlp_norm=norm("pre_feedforward"),
             post_mlp_norm=norm("post_feedforward"),
             scalar=ParamSpec((1,), (None,), f"{prefix}layer_scalar", init="ones"),
-            sparse=self.sparse and SparseBranchWeights.abstract(self.sparse, prefix),
+            sparse=SparseBranchWeights.abstract(self.sparse, prefix) if self.sparse else None,
             inputs=InputWeights.abstract(hidden, self.inputs, prefix) if self.inputs else None,
         )
 
@@ -286,15 +286,17 @@ def finish(
         layer: what it is.
         x: the residual stream before it.
         attended: the attention's output.
-        inputs: the layer's own inputs.
+        inputs: the layer's own inputs, if it has any.
     """
     eps = layer.attention.eps
     x = x + rms_norm(attended, weights.post_attention_norm, eps)
     y = gelu_mlp(weights.mlp, rms_norm(x, weights.pre_mlp_norm, eps))
     if layer.sparse is not None:
+        assert weights.sparse is not None
         y = join_experts(weights.sparse, layer.sparse, x, y)
     x = x + rms_norm(y, weights.post_mlp_norm, eps)
-    if inputs is not None:
+    if layer.inputs:
+        assert weights.inputs is not None and inputs is not None
         x = x + take_in(weights.inputs, eps, x, inputs)
     return x * weights.scalar.astype(x.dtype)
 

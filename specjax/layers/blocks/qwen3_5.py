@@ -29,6 +29,7 @@ from specjax.layers.linear import linear
 from specjax.layers.norm import offset_norm
 from specjax.layers.rope import RopeConfig, apply_rope
 
+PyTree = Any
 Weight = Any
 FeedForward = int | SparseConfig  # the width of a dense one, or a sparse one
 
@@ -38,21 +39,21 @@ class Qwen35LayerWeights:
     """One decoder layer.
 
     Attributes:
-        mixer: of the delta net, or of the gated attention.
-        feed_forward: dense or sparse.
+        mixer: `DeltaNetWeights`, or `AttentionWeights` of the gated attention.
+        feed_forward: `MlpWeights` or `SparseWeights`.
         input_norm: `[H]`, an offset from 1.
         post_norm: `[H]`, an offset from 1.
     """
 
-    mixer: DeltaNetWeights | AttentionWeights
-    feed_forward: MlpWeights | SparseWeights
+    mixer: PyTree
+    feed_forward: PyTree
     input_norm: Weight
     post_norm: Weight
 
     @classmethod
     def abstract(
         cls,
-        mixer: DeltaNetWeights | AttentionWeights,
+        mixer: PyTree,
         feed_forward: FeedForward,
         hidden: int,
         prefix: str,
@@ -92,7 +93,8 @@ def gated_attention_weights(config: BlockConfig, prefix: str) -> AttentionWeight
     def offset(spec: ParamSpec) -> ParamSpec:
         return dataclasses.replace(spec, init="zeros")
 
-    return plain.replace(
+    return dataclasses.replace(
+        plain,
         q=doubled(plain.q),
         q_bias=doubled(plain.q_bias),
         q_norm=offset(plain.q_norm),
