@@ -13,6 +13,7 @@ stacked packed weights instead (`layer_loop = "scan"`).
 
 from __future__ import annotations
 
+import abc
 import math
 from typing import Any, Self
 
@@ -25,17 +26,17 @@ MX_GROUP = 32  # columns that share a scale in the OCP microscaling formats
 _PER_WORD = 8  # 4-bit values in an int32
 
 
-class Packed:
+class Packed(abc.ABC):
     """What the packed leaf types have in common."""
 
     @property
+    @abc.abstractmethod
     def shape(self) -> tuple[int, ...]:
         """The shape of the weight that is packed here: leading axes, out, in."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def dequantise(self, dtype: Any) -> Float[Array, "... O I"]:
         """Return the weight as an array of `dtype`."""
-        raise NotImplementedError
 
     def take(self, ids: Int[Array, "*ids"]) -> Self:
         """Select entries of the leading axis (experts), still packed.
