@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
 
-from specjax.core.errors import CheckpointError
 from specjax.core.packed import dense
 from specjax.core.params import ParamSpec
+from specjax.core.published import required
 from specjax.layers.attention import KeyBlock
 from specjax.layers.cache.latent import LatentCache, LatentKind
 from specjax.layers.context import Context
@@ -84,9 +84,7 @@ class MlaConfig:
             "qk_rope_head_dim",
             "v_head_dim",
         )
-        if missing := [name for name in names if config.get(name) is None]:
-            raise CheckpointError(f"config.json lacks {', '.join(missing)}")
-        hidden, heads, kv_rank, nope_dim, rope_dim, v_dim = (config[name] for name in names)
+        hidden, heads, kv_rank, nope_dim, rope_dim, v_dim = required(config, *names)
         rope = RopeConfig.from_hf(config, rope_dim)
         numbers = dict(rope.scaling)
         scale = (nope_dim + rope_dim) ** -0.5

@@ -18,6 +18,7 @@ from flax import struct
 
 from specjax.core.errors import CheckpointError
 from specjax.core.params import ParamSpec
+from specjax.core.published import required
 from specjax.core.stack import Segment, group, map_entries, segments
 from specjax.layers.attention import attend_with
 from specjax.layers.blocks.dense import BlockConfig, norm_spec
@@ -107,18 +108,6 @@ class DecoderWeights:
     norm: Any
     output: Any
     extra: Any = None
-
-
-def required(config: Mapping[str, Any], *names: str) -> tuple[Any, ...]:
-    """Return fields of a published configuration.
-
-    Raises:
-        CheckpointError: fields that are missing, all named.
-    """
-    missing = [name for name in names if config.get(name) is None]
-    if missing:
-        raise CheckpointError(f"config.json lacks {', '.join(missing)}")
-    return tuple(config[name] for name in names)
 
 
 def around(config: Mapping[str, Any]) -> dict[str, Any]:

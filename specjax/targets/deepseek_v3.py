@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from specjax.core.errors import CheckpointError
+from specjax.core.published import required
 from specjax.layers.blocks.deepseek import DeepseekLayer
 from specjax.layers.blocks.dense import BlockConfig
 from specjax.layers.blocks.sparse import SparseConfig, SparseNames
 from specjax.layers.mla import MlaConfig
 from specjax.layers.router import RouterConfig
-from specjax.targets.decoder import DecoderConfig, around, family, required
+from specjax.targets.decoder import DecoderConfig, around, family
 
 _NAMES = SparseNames(bias="mlp.gate.e_score_correction_bias")
 # field -> the only value that this family computes

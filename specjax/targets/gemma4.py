@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from specjax.core.errors import CheckpointError
+from specjax.core.published import required
 from specjax.layers.blocks.dense import BlockConfig
 from specjax.layers.blocks.gemma4 import Gemma4Layer
 from specjax.layers.blocks.gemma4_config import read_layers
 from specjax.layers.blocks.gemma4_inputs import PerLayerInputs
-from specjax.targets.decoder import DecoderConfig, around, family, required
+from specjax.targets.decoder import DecoderConfig, around, family
 
 __all__ = ["FAMILY", "ignored", "read_config"]
 

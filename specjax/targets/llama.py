@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from specjax.core.published import required
 from specjax.layers.blocks.dense import BlockConfig, DenseLayer
-from specjax.targets.decoder import DecoderConfig, around, family, required
+from specjax.targets.decoder import DecoderConfig, around, family
 
 
 def read_dense(config: Mapping[str, Any], *, qk_norm: bool) -> DecoderConfig:

@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from specjax.core.errors import CheckpointError
+from specjax.core.published import required
 from specjax.layers.blocks.dense import BlockConfig
 from specjax.layers.blocks.sparse import SparseConfig, SparseNames
 from specjax.layers.blocks.sparse_layer import SparseLayer
 from specjax.layers.router import RouterConfig
-from specjax.targets.decoder import DecoderConfig, around, family, required
+from specjax.targets.decoder import DecoderConfig, around, family
 
 _NAMES = SparseNames(
     gate="block_sparse_moe.gate.weight",

@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from specjax.core.errors import CheckpointError
+from specjax.core.published import required
 from specjax.layers.blocks.dense import BlockConfig
 from specjax.layers.blocks.qwen3_5 import DeltaNetLayer, FeedForward, GatedAttentionLayer
 from specjax.layers.blocks.sparse import SparseConfig, SparseNames
 from specjax.layers.deltanet import DeltaNetConfig
 from specjax.layers.router import RouterConfig
-from specjax.targets.decoder import DecoderConfig, around, family, required
+from specjax.targets.decoder import DecoderConfig, around, family
 from specjax.targets.layer_loop import LayerKind
 
 _LINEAR, _FULL = "linear_attention", "full_attention"

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from specjax.core.errors import CheckpointError
+from specjax.core.published import required
 from specjax.layers.blocks.dense import BlockConfig, DenseLayer
 from specjax.layers.blocks.sparse import SparseConfig
 from specjax.layers.blocks.sparse_layer import SparseLayer
 from specjax.layers.router import RouterConfig
-from specjax.targets.decoder import DecoderConfig, around, family, required
+from specjax.targets.decoder import DecoderConfig, around, family
 
 __all__ = ["FAMILY", "read_config"]
 

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 
 from specjax.core.errors import CheckpointError
 from specjax.core.params import ParamSpec
+from specjax.core.published import required
 from specjax.layers.attention import KeyBlock
 from specjax.layers.cache.full import FullCache, FullKind
 from specjax.layers.context import Context
@@ -79,20 +80,15 @@ class BlockConfig:
         Raises:
             CheckpointError: a field is missing, or asks for something this block does not do.
         """
-        missing = [
-            name
-            for name in ("hidden_size", "num_attention_heads", "intermediate_size")
-            if config.get(name) is None
-        ]
-        if missing:
-            raise CheckpointError(f"config.json lacks {', '.join(missing)}")
+        hidden, heads, width = required(
+            config, "hidden_size", "num_attention_heads", "intermediate_size"
+        )
         if (act := config.get("hidden_act", "silu")) != "silu":
             raise CheckpointError(f"config.json: hidden_act {act!r} is not supported; have 'silu'")
         if config.get("use_sliding_window") or any(
             kind != "full_attention" for kind in config.get("layer_types") or ()
         ):
             raise CheckpointError("config.json: sliding-window layers are not supported here")
-        hidden, heads = config["hidden_size"], config["num_attention_heads"]
         kv_heads = config.get("num_key_value_heads") or heads
         if heads % kv_heads:
             raise CheckpointError(
@@ -104,7 +100,7 @@ class BlockConfig:
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            mlp=config["intermediate_size"],
+            mlp=width,
             eps=float(config.get("rms_norm_eps", 1e-6)),
             rope=RopeConfig.from_hf(config, head_dim),
             qk_norm=qk_norm,

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specjax.core.errors import CheckpointError
+from specjax.core.published import required
 from specjax.layers.blocks.gemma4 import Gemma4Attention, Gemma4Layer
 from specjax.layers.blocks.gemma4_moe import SparseBranch
 from specjax.layers.rope import RopeConfig
@@ -35,7 +36,7 @@ def read_layers(config: Mapping[str, Any]) -> tuple[Gemma4Layer, ...]:
         raise CheckpointError(
             f"config.json: use_bidirectional_attention {both!r} is not supported; text is causal"
         )
-    types, (width,) = _layer_types(config), _need(config, "intermediate_size")
+    types, (width,) = _layer_types(config), required(config, "intermediate_size")
     owners = len(types) - (config.get("num_kv_shared_layers") or 0)
     inputs, sparse = config.get("hidden_size_per_layer_input") or 0, _experts(config)
     layers = []
@@ -47,14 +48,8 @@ def read_layers(config: Mapping[str, Any]) -> tuple[Gemma4Layer, ...]:
     return tuple(layers)
 
 
-def _need(config: Mapping[str, Any], *names: str) -> tuple[Any, ...]:
-    if missing := [name for name in names if config.get(name) is None]:
-        raise CheckpointError(f"config.json lacks {', '.join(missing)}")
-    return tuple(config[name] for name in names)
-
-
 def _layer_types(config: Mapping[str, Any]) -> list[str]:
-    types, layers = _need(config, "layer_types", "num_hidden_layers")
+    types, layers = required(config, "layer_types", "num_hidden_layers")
     if unknown := sorted(set(types) - {_FULL, _SLIDING}):
         raise CheckpointError(
             f"config.json: layer type {unknown[0]!r}; Gemma 4 has {_FULL!r} and {_SLIDING!r}"
@@ -70,7 +65,7 @@ def _attention(
     config: Mapping[str, Any], index: int, kind: str, *, shared: bool
 ) -> Gemma4Attention:
     """Read one attention layer."""
-    hidden, heads, ropes = _need(config, "hidden_size", "num_attention_heads", "rope_parameters")
+    hidden, heads, ropes = required(config, "hidden_size", "num_attention_heads", "rope_parameters")
     head_dim, kv_heads = _sizes(config, index, kind)
     if heads % kv_heads:
         raise CheckpointError(
@@ -86,7 +81,7 @@ def _attention(
         head_dim=head_dim,
         eps=float(config.get("rms_norm_eps", 1e-6)),
         rope=RopeConfig.from_hf(config, head_dim, layer_type=kind),
-        window=None if kind == _FULL else _need(config, "sliding_window")[0],
+        window=None if kind == _FULL else required(config, "sliding_window")[0],
         shared=shared,
         value_is_key=kind == _FULL and bool(config.get("attention_k_eq_v")),
         bias=bool(config.get("attention_bias")),
@@ -95,7 +90,7 @@ def _attention(
 
 def _sizes(config: Mapping[str, Any], index: int, kind: str) -> tuple[int, int]:
     """Return (size of a head, key-value heads) of a layer, whichever way they are written."""
-    head_dim, kv_heads = _need(config, *_PER_LAYER)
+    head_dim, kv_heads = required(config, *_PER_LAYER)
     overrides = config.get("per_layer_config")
     if overrides is not None:
         own = {str(layer): sizes for layer, sizes in overrides.items()}.get(str(index), {})
@@ -107,7 +102,7 @@ def _sizes(config: Mapping[str, Any], index: int, kind: str) -> tuple[int, int]:
         return own.get("head_dim", head_dim), own.get("num_key_value_heads", kv_heads)
     if kind == _SLIDING:
         return head_dim, kv_heads
-    (head_dim,) = _need(config, "global_head_dim")
+    (head_dim,) = required(config, "global_head_dim")
     if config.get("attention_k_eq_v"):  # releases without it have the field too; it means nothing
         kv_heads = config.get("num_global_key_value_heads") or kv_heads
     return head_dim, kv_heads
@@ -128,7 +123,7 @@ def _check_shared(kinds: list[Gemma4Layer]) -> None:
 def _experts(config: Mapping[str, Any]) -> SparseBranch | None:
     if not config.get("enable_moe_block"):
         return None
-    hidden, count, top_k, width = _need(
+    hidden, count, top_k, width = required(
         config, "hidden_size", "num_experts", "top_k_experts", "moe_intermediate_size"
     )
     router = RouterConfig(experts=count, top_k=top_k, score="softmax", normalise=True)
