@@ -24,7 +24,7 @@ REGISTRY: dict[str, str | Callable[..., Any]] = {
     "Trainer": "specjax.training.config:TrainerConfig",
     "Optim": "specjax.training.config:OptimConfig",
     "Data": "specjax.training.config:DataConfig",
-    "Eagle3": "specjax.heads.config:Eagle3Config",
+    "Eagle3": "specjax.heads.eagle3.config:Eagle3Config",
 }
 
 REQUIRED = dataclasses.MISSING

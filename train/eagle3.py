@@ -28,7 +28,7 @@ def body(config: Config) -> None:
 
     from specjax import targets
     from specjax.heads.base import borrow
-    from specjax.heads.eagle3 import Eagle3Head
+    from specjax.heads.eagle3.head import Eagle3Head
     from specjax.training.run import read_kept, train
 
     target, weights = targets.load(run.target, run.target_dtype, how=run.target_options)

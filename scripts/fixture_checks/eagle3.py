@@ -18,9 +18,9 @@ from specjax import heads
 from specjax.core.errors import CheckpointError
 from specjax.core.params import map_specs
 from specjax.heads.base import Borrowed, DraftContext, Observation, TrainBatch
-from specjax.heads.config import Eagle3Loss
-from specjax.heads.eagle3 import Eagle3Head
-from specjax.heads.eagle3_loss import (
+from specjax.heads.eagle3.config import Eagle3Loss
+from specjax.heads.eagle3.head import Eagle3Head
+from specjax.heads.eagle3.loss import (
     Rows,
     chain_accuracy,
     chain_lengths,
@@ -30,7 +30,7 @@ from specjax.heads.eagle3_loss import (
     total_loss,
     unroll,
 )
-from specjax.heads.eagle3_network import Eagle3Weights, fuse, kept_ids
+from specjax.heads.eagle3.network import Eagle3Weights, fuse, kept_ids
 from specjax.io.hf import TensorReader
 from specjax.layers.norm import rms_norm
 from specjax.layers.sampling import Sampling

@@ -140,6 +140,20 @@ def ungroup(grouped: Sequence[PyTree], parts: Sequence[Segment]) -> tuple[PyTree
     return tuple(layers[i] for i in sorted(layers))
 
 
+def pick(grouped: Sequence[PyTree], parts: Sequence[Segment], layer: int) -> PyTree:
+    """Return the tree of one layer."""
+    before = 0
+    for part in parts:
+        if layer in part.layers:
+            turn, position = divmod(layer - part.first, part.period)
+            entry = grouped[before + position]
+            if isinstance(entry, Stacked):
+                return jax.tree.map(lambda leaf, t=turn: leaf[t], entry.tree)
+            return entry
+        before += part.period
+    raise IndexError(f"no layer {layer}")
+
+
 def map_entries(function: Callable[..., PyTree], *entries: PyTree) -> PyTree:
     """Apply a function of one layer's trees to an entry, turn by turn where it is stacked."""
     if isinstance(entries[0], Stacked):

@@ -118,6 +118,7 @@ def propose(decoder: Decoder, weights: Weights, state: RoundState) -> Proposal:
         tokens=state.tokens,
         lengths=state.lengths,
         sampling=sampling,
+        keys=decoder.target.entries(state.cache.layers, decoder.head.reads),
     )
     k = decoder.num_speculative_tokens
     borrowed = borrow(decoder.target, weights.target)

@@ -14,8 +14,8 @@ import numpy as np
 from specjax import targets
 from specjax.core.params import init_params
 from specjax.heads.base import Borrowed
-from specjax.heads.config import Eagle3Config
-from specjax.heads.eagle3 import Eagle3Head
+from specjax.heads.eagle3.config import Eagle3Config
+from specjax.heads.eagle3.head import Eagle3Head
 from specjax.targets.base import Target
 from specjax.targets.config import TargetConfig
 

@@ -1,12 +1,17 @@
-"""Draft heads: one file each, behind one interface (`heads.base`).
+"""Draft heads: a package or a file each, behind one interface (`heads.base`).
 
 This module imports no head before one is asked for, so that configurations stay light.
 """
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
+
+# Each has a module `layouts` with `recognises`, `load` and `save`; the first that recognises a
+# checkpoint reads it.
+RELEASED = ("eagle3", "dflash", "mtp", "gemma4_mtp")
 
 
 def load(
@@ -15,7 +20,7 @@ def load(
     """Load a released head, whatever its algorithm.
 
     Args:
-        path: directory or hub id.
+        path: directory or hub id; of a target that carries MTP modules, these.
         info: the `TargetInfo` of the target it shall serve.
         dtype: dtype in memory.
         shardings: as in `io.hf.load_params`.
@@ -27,9 +32,19 @@ def load(
         PairingError: head and target do not belong together.
         CheckpointError: a malformed checkpoint, or an algorithm that is not known.
     """
-    from specjax.heads import eagle3_layouts
+    from specjax.core.errors import CheckpointError
+    from specjax.io.hf import read_config, resolve
 
-    return eagle3_layouts.load_eagle3(path, info, dtype, shardings)
+    root = resolve(path)
+    config = read_config(root)
+    for kind in RELEASED:
+        layouts = _layouts(kind)
+        if layouts.recognises(config):
+            return layouts.load(root, info, dtype, shardings)
+    raise CheckpointError(
+        f"{root}: architectures {config.get('architectures')} is no draft head; have"
+        f" {', '.join(RELEASED)}"
+    )
 
 
 def save(head: Any, params: Any, path: str | Path, dtype: str | None = None) -> None:
@@ -45,8 +60,12 @@ def save(head: Any, params: Any, path: str | Path, dtype: str | None = None) -> 
         CheckpointError: a head that has nothing to save, or a disk that cannot be written.
     """
     from specjax.core.errors import CheckpointError
-    from specjax.heads import eagle3, eagle3_layouts
 
-    if not isinstance(head, eagle3.Eagle3Head):
+    kind = "dflash" if head.name == "dspark" else head.name  # one network, one layout
+    if kind not in RELEASED:
         raise CheckpointError(f"a head of kind {head.name!r} has no weights to save")
-    eagle3_layouts.save_eagle3(head, params, path, dtype)
+    _layouts(kind).save(head, params, path, dtype)
+
+
+def _layouts(kind: str) -> Any:
+    return importlib.import_module(f"specjax.heads.{kind}.layouts")

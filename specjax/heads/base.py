@@ -68,6 +68,8 @@ class DraftContext:
         tokens: `[B, S]` the sequence so far, right padded.
         lengths: `[B]` its length, anchor included.
         sampling: how the row samples.
+        keys: cache entries of the target's layers that the head declared to read (`Head.reads`);
+            `TargetInfo.key_layers` says how. They hold the `position` committed tokens alone.
     """
 
     anchor: Int[Array, " B"]
@@ -75,6 +77,7 @@ class DraftContext:
     tokens: Int[Array, "B S"]
     lengths: Int[Array, " B"]
     sampling: Sampling
+    keys: tuple[PyTree, ...] = ()
 
 
 @struct.dataclass
@@ -105,6 +108,7 @@ class TrainBatch:
         hidden: `[B, S, H]` the target's states after its final norm.
         taps: `[n, B, S, H]` the tapped residual streams that the head declared.
         key: PRNG key of this batch, for heads that draw anchors or noise.
+        keys: (keys, values) `[B, N, S, D]` of the target's layers that the head declared to read.
     """
 
     tokens: Int[Array, "B S"]
@@ -113,6 +117,7 @@ class TrainBatch:
     hidden: Float[Array, "B S H"]
     taps: Float[Array, "n B S H"]
     key: Key[Array, ""]
+    keys: tuple[tuple[jax.Array, jax.Array], ...] = ()
 
 
 class Head(Protocol):
@@ -122,6 +127,7 @@ class Head(Protocol):
         name: the algorithm's name in records: none, ngram, small_model, mtp, gemma4_mtp, eagle3,
             dflash, dspark.
         taps: residual streams of the target that `observe` wants.
+        reads: layers of the target whose keys and values `propose` wants.
         max_tokens: most drafts a round can have, or None for any number.
     """
 
@@ -130,6 +136,11 @@ class Head(Protocol):
     @property
     def taps(self) -> tuple[int, ...]:
         """Residual streams wanted, in transformers' numbering (0 = embedding output)."""
+        ...
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """Layers of the target whose cached keys and values it reads."""
         ...
 
     @property
@@ -163,6 +174,7 @@ class NullHead:
 
     name: ClassVar[str] = "none"
     taps: ClassVar[tuple[int, ...]] = ()
+    reads: ClassVar[tuple[int, ...]] = ()
     max_tokens: ClassVar[int | None] = 0
 
     def __eq__(self, other: object) -> bool:

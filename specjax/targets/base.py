@@ -17,8 +17,25 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from specjax.layers.blocks.dense import BlockConfig
+from specjax.layers.cache.full import FullKind
+from specjax.layers.cache.window import WindowKind
+from specjax.layers.layer_kind import LayerKind
+from specjax.layers.rope import RopeConfig
 
 PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyLayer:
+    """A layer whose keys and values a head can read: ordinary attention with keys of its own.
+
+    Attributes:
+        cache: what the layer keeps; its `read` gives the keys that queries see.
+        rope: how positions turn its keys.
+    """
+
+    cache: FullKind | WindowKind
+    rope: RopeConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +52,12 @@ class TargetInfo:
         stop_ids: tokens that end a text.
         max_context: longest context the configuration allows.
         draft_block: the shape that a draft head's ordinary decoder blocks copy.
+        draft_layer: the layer that an MTP module of this target has; None takes `draft_block`.
+        draft_modules: MTP modules that the target's own checkpoint holds.
+        norm_offset: norm weights are stored as an offset from 1.
+        embed_scale: factor on embeddings, rounded to their dtype.
+        softcap: logits are `cap * tanh(logits / cap)`; None leaves them.
+        key_layers: per layer what heads can read of it, None where they cannot.
     """
 
     family: str
@@ -45,6 +68,12 @@ class TargetInfo:
     stop_ids: tuple[int, ...]
     max_context: int
     draft_block: BlockConfig | None = None
+    draft_layer: LayerKind | None = None
+    draft_modules: int = 0
+    norm_offset: bool = False
+    embed_scale: float = 1.0
+    softcap: float | None = None
+    key_layers: tuple[KeyLayer | None, ...] = ()
 
 
 @struct.dataclass
@@ -90,6 +119,7 @@ class Family:
         logits: (params, config, hidden) to float32 logits.
         embed: (params, config, tokens) to embeddings as the first layer gets them.
         output_weights: (params, config) to `[V, H]`.
+        entry: (config, layers of a cache or an update, index) to those of one layer.
     """
 
     read_config: Callable[[Mapping[str, Any]], Any]
@@ -101,6 +131,7 @@ class Family:
     logits: Callable[..., jax.Array]
     embed: Callable[..., jax.Array]
     output_weights: Callable[..., jax.Array]
+    entry: Callable[..., PyTree]
     ignored: Callable[[Any], tuple[str, ...]]
 
 
@@ -161,6 +192,10 @@ class Target:
         """Append the first `n[b]` positions of an update to row b: the only writer of a cache."""
         layers = self.family.commit(self.config, cache.layers, cache.lengths, update, n)
         return Cache(layers=layers, lengths=cache.lengths + n)
+
+    def entries(self, layers: tuple[PyTree, ...], wanted: tuple[int, ...]) -> tuple[PyTree, ...]:
+        """Return what a cache or an update (its `layers`) holds of the layers `wanted`."""
+        return tuple(self.family.entry(self.config, layers, i) for i in wanted)
 
     def logits(self, params: PyTree, hidden: Float[Array, "... H"]) -> Float[Array, "... V"]:
         """Return float32 logits of states after the final norm."""

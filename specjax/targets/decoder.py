@@ -19,15 +19,18 @@ from flax import struct
 from specjax.core.errors import CheckpointError
 from specjax.core.params import ParamSpec
 from specjax.core.published import required
-from specjax.core.stack import Segment, group, map_entries, segments
+from specjax.core.stack import Segment, group, map_entries, pick, segments
 from specjax.layers.attention import attend_with
 from specjax.layers.blocks.dense import BlockConfig, norm_spec
+from specjax.layers.cache.full import FullKind
+from specjax.layers.cache.window import WindowKind
 from specjax.layers.context import Context
 from specjax.layers.embedding import lookup
+from specjax.layers.layer_kind import LayerKind
 from specjax.layers.linear import linear_f32
 from specjax.layers.norm import offset_norm, rms_norm
-from specjax.targets.base import Cache, Family, TargetInfo, TargetOut
-from specjax.targets.layer_loop import LayerKind, run_layers
+from specjax.targets.base import Cache, Family, KeyLayer, TargetInfo, TargetOut
+from specjax.targets.layer_loop import run_layers
 
 PyTree = Any
 
@@ -51,6 +54,7 @@ class DecoderConfig:
         extra: what a family needs besides, e.g. per-layer inputs: a frozen description with
             `abstract()` and `run(weights, tokens, x)`, whose result is `Context.extra`.
         draft_block: the shape that a draft head's ordinary decoder blocks copy.
+        draft_layer: the layer of its MTP modules, where these are not ordinary blocks.
         draft_modules: MTP modules that the checkpoint holds besides.
         layer_loop: "unroll" or "scan".
         attention: back end, "blocks" or "dot_product".
@@ -69,6 +73,7 @@ class DecoderConfig:
     norm_offset: bool = False
     extra: Any = None
     draft_block: BlockConfig | None = None
+    draft_layer: LayerKind | None = None
     draft_modules: int = 0
     layer_loop: str = "unroll"
     attention: str = "blocks"
@@ -150,7 +155,19 @@ def info(config: DecoderConfig) -> TargetInfo:
         stop_ids=config.stop_ids,
         max_context=config.max_context,
         draft_block=config.draft_block,
+        draft_layer=config.draft_layer,
+        draft_modules=config.draft_modules,
+        norm_offset=config.norm_offset,
+        embed_scale=config.embed_scale,
+        softcap=config.softcap,
+        key_layers=tuple(_keys_of(kind) for kind in config.kinds),
     )
+
+
+def _keys_of(kind: LayerKind) -> KeyLayer | None:
+    """Return what heads can read of a layer: keys of its own, of ordinary attention."""
+    readable = isinstance(kind.cache, FullKind | WindowKind)
+    return KeyLayer(kind.cache, kind.ropes[0]) if readable and kind.ropes else None
 
 
 def init_cache(config: DecoderConfig, batch: int, capacity: int, dtype: str) -> tuple[PyTree, ...]:
@@ -209,6 +226,11 @@ def commit(
     return tuple(write(*layer) for layer in zip(kinds, layers, update, strict=True))
 
 
+def entry(config: DecoderConfig, layers: tuple[PyTree, ...], index: int) -> PyTree:
+    """Return what a cache or an update holds of one layer."""
+    return pick(layers, config.segments, index)
+
+
 def embed(params: DecoderWeights, config: DecoderConfig, tokens: jax.Array) -> jax.Array:
     """Look up embeddings, scaled as the family does."""
     rows = lookup(params.embedding, tokens)
@@ -246,6 +268,7 @@ def family(
         logits=logits,
         embed=embed,
         output_weights=output_weights,
+        entry=entry,
         ignored=functools.partial(_ignored, ignored),
     )
 

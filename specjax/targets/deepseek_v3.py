@@ -75,6 +75,7 @@ def read_config(config: Mapping[str, Any]) -> DecoderConfig:
         **around(config),
         kinds=tuple(kinds),
         draft_block=draft,
+        draft_layer=DeepseekLayer(attention, sparse),
         draft_modules=config.get("num_nextn_predict_layers") or 0,
     )
 

@@ -17,10 +17,10 @@ from typing import Any
 from specjax.core.params import count, leaves_with_names
 from specjax.io.hf import TensorReader, read_config, read_stop_ids, resolve
 from specjax.io.quant import quantization_method
+from specjax.layers.layer_kind import LayerKind
 from specjax.layers.router import RouterConfig
 from specjax.targets.base import Target
 from specjax.targets.catalog import CatalogEntry, Published
-from specjax.targets.layer_loop import LayerKind
 from specjax.targets.loading import TOWERS, from_config, text_config
 
 # Drafters that need nothing but what every target has, by their names in records.

@@ -15,9 +15,9 @@ from specjax.layers.blocks.dense import BlockConfig
 from specjax.layers.blocks.qwen3_5 import DeltaNetLayer, FeedForward, GatedAttentionLayer
 from specjax.layers.blocks.sparse import SparseConfig, SparseNames
 from specjax.layers.deltanet import DeltaNetConfig
+from specjax.layers.layer_kind import LayerKind
 from specjax.layers.router import RouterConfig
 from specjax.targets.decoder import DecoderConfig, around, family
-from specjax.targets.layer_loop import LayerKind
 
 _LINEAR, _FULL = "linear_attention", "full_attention"
 _NAMES = SparseNames(shared="mlp.shared_expert.", shared_gate="mlp.shared_expert_gate.weight")
@@ -73,6 +73,7 @@ def read_config(config: Mapping[str, Any]) -> DecoderConfig:
         kinds=tuple(kinds[name] for name in _layer_types(config)),
         norm_offset=True,
         draft_block=block,
+        draft_layer=kinds[_FULL],
         draft_modules=config.get("mtp_num_hidden_layers") or 0,
     )
 

@@ -71,21 +71,21 @@ def nothing_gathered(trained: Leaves) -> Gathered:
 
 
 def features(
-    target: Target, target_params: PyTree, taps: tuple[int, ...], batch: HostBatch, key: jax.Array
+    target: Target, target_params: PyTree, head: Any, batch: HostBatch, key: jax.Array
 ) -> TrainBatch:
-    """Run the frozen target over a batch and keep its last states and the tapped streams.
+    """Run the frozen target over a batch and keep what the head declared to want.
 
     Args:
         target: the target.
         target_params: its weights; states come in their dtype.
-        taps: residual streams to keep.
+        head: says which residual streams and which layers' keys it wants.
         batch: "input_ids" `[B, S]` right padded, "loss_mask" `[B, S]`, "lengths" `[B]`.
         key: handed on to the loss.
 
     Returns:
         The batch as heads get it; no gradient flows into it.
     """
-    out = target.forward(target_params, batch["input_ids"], batch["lengths"], None, taps)
+    out = target.forward(target_params, batch["input_ids"], batch["lengths"], None, head.taps)
     return TrainBatch(
         tokens=batch["input_ids"],
         loss_mask=batch["loss_mask"],
@@ -93,6 +93,7 @@ def features(
         hidden=jax.lax.stop_gradient(out.hidden),
         taps=jax.lax.stop_gradient(out.taps),
         key=key,
+        keys=jax.lax.stop_gradient(target.entries(out.update, head.reads)),
     )
 
 
@@ -127,7 +128,7 @@ class Steps:
         return loss.astype(jnp.float32), metrics
 
     def _features(self, fixed: Fixed, batch: HostBatch, key: jax.Array) -> TrainBatch:
-        found = features(self._target, fixed.target, self._head.taps, batch, key)
+        found = features(self._target, fixed.target, self._head, batch, key)
         return found.replace(taps=found.taps.astype(self._dtype))
 
     def _train(

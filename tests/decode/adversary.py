@@ -176,6 +176,7 @@ class _Forgetful:
     name: ClassVar[str] = "ngram"
     taps: ClassVar[tuple[int, ...]] = ()
     max_tokens: ClassVar[int | None] = None
+    reads: ClassVar[tuple[int, ...]] = ()
 
     def specs(self) -> Any:
         return ()

@@ -42,6 +42,7 @@ class ScriptedHead:
     name: ClassVar[str] = "ngram"
     taps: tuple[int, ...] = (0, 1)
     max_tokens: int | None = None
+    reads: ClassVar[tuple[int, ...]] = ()
 
     def specs(self) -> Any:
         return ()

@@ -32,6 +32,7 @@ class KnownHead:
 
     good: int = 2
     max_tokens: int | None = 7
+    reads: ClassVar[tuple[int, ...]] = ()
 
     name: ClassVar[str] = "eagle3"
     taps: ClassVar[tuple[int, ...]] = ()

@@ -15,7 +15,7 @@ from scripts.fixture_checks import eagle3, losses, targets, verification
 from scripts.fixture_checks.compare import judge
 from specjax.decode import engine
 from specjax.decode import round as engine_round
-from specjax.heads import eagle3_loss
+from specjax.heads.eagle3 import loss as eagle3_loss
 from specjax.verify import rejection
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from specjax import targets
 from specjax.core.errors import CheckpointError, PairingError
 from specjax.core.params import map_specs
-from specjax.heads.eagle3_layouts import read_head
+from specjax.heads.eagle3.layouts import read_head
 from specjax.targets import TargetConfig
 
 from .parity import FIXTURES, check_tap_map

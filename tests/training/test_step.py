@@ -1,4 +1,4 @@
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from specjax.heads.base import borrow
-from specjax.heads.config import Eagle3Config
-from specjax.heads.eagle3 import Eagle3Head
+from specjax.heads.eagle3.config import Eagle3Config
+from specjax.heads.eagle3.head import Eagle3Head
 from specjax.targets.base import Target
 from specjax.training import optim
 from specjax.training.config import OptimConfig
@@ -23,6 +23,13 @@ from specjax.training.step import (
 from tests.training.toy import VOCAB, ToyHead, make_batches, make_rows
 
 Loaded = tuple[Target, Any]
+
+
+class Wants(NamedTuple):
+    """What a head declares, without the head."""
+
+    taps: tuple[int, ...]
+    reads: tuple[int, ...] = ()
 
 
 def make(target: Loaded, head: Any = None, dtype: str = "float32") -> tuple[Steps, Fixed, Any]:
@@ -144,11 +151,8 @@ class Wrapped:
         config = Eagle3Config(taps=(1, 2, 3), ttt_length=length, mask_shift=2, **changes)
         self._borrowed = borrow(*target)
         self._head = Eagle3Head.for_target(target[0].info, target[0].info.draft_block, config, 40)
-        self.taps, self.trainable, self.loss = (
-            self._head.taps,
-            self._head.trainable,
-            self._head.loss,
-        )
+        self.taps, self.reads = self._head.taps, self._head.reads
+        self.trainable, self.loss = self._head.trainable, self._head.loss
 
     def init(self) -> Any:
         return self._head.init(jax.random.key(0), self._borrowed, np.arange(10, 50))
@@ -159,7 +163,7 @@ def test_gradient_reaches_exactly_the_answer(target: Loaded) -> None:
     head = Wrapped(target, length=1, in_vocab_only=False)
     batch = batch_of((7, 7), size=10)
     batch["loss_mask"] = np.broadcast_to((np.arange(10) >= 4) & (np.arange(10) < 7), (2, 10))
-    found = features(*target, head.taps, batch, jax.random.key(0))
+    found = features(*target, head, batch, jax.random.key(0))
     params = head.init()
 
     def loss(hidden: jax.Array) -> jax.Array:
@@ -176,7 +180,7 @@ def test_gradient_reaches_exactly_the_answer(target: Loaded) -> None:
 def test_features_do_not_depend_on_neighbours(target: Loaded) -> None:
     """F15: prompts of 5, 11 and 3 tokens in a batch, twice, and one by one."""
     batch = batch_of((5, 11, 3), size=16)
-    jitted = jax.jit(lambda p, b: features(target[0], p, (1, 4), b, jax.random.key(0)))
+    jitted = jax.jit(lambda p, b: features(target[0], p, Wants((1, 4)), b, jax.random.key(0)))
     runs = [jitted(target[1], batch) for _ in range(2)]
     for b, n in enumerate((5, 11, 3)):
         alone = {
@@ -196,7 +200,7 @@ def test_teacher_is_the_target(target: Loaded) -> None:
     """F1: logits of captured features are the target's own, in a target of 4 layers."""
     model, params = target
     batch = batch_of((9, 6), size=9)
-    found = jax.jit(lambda b: features(model, params, (1,), b, jax.random.key(0)))(batch)
+    found = jax.jit(lambda b: features(model, params, Wants((1,)), b, jax.random.key(0)))(batch)
     teacher = found.hidden @ borrow(model, params).output.T
 
     @jax.jit

@@ -40,6 +40,7 @@ class ToyHead:
     mask_id: int = 90
     poison: int = -1
     taps: tuple[int, ...] = (1, 3)
+    reads: ClassVar[tuple[int, ...]] = ()
     name: ClassVar[str] = "toy"
     traces: ClassVar[list[tuple[int, ...]]] = []
 

@@ -31,7 +31,7 @@ class DeepseekLayerWeights:
 
 @dataclasses.dataclass(frozen=True)
 class DeepseekLayer:
-    """The layer itself, see `targets.layer_loop.LayerKind`.
+    """The layer itself, see `layers.layer_kind.LayerKind`.
 
     Attributes:
         attention: the latent attention.

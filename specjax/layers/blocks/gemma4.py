@@ -212,7 +212,7 @@ class Gemma4Weights:
 
 @dataclasses.dataclass(frozen=True)
 class Gemma4Layer:
-    """The layer itself, see `targets.layer_loop.LayerKind`.
+    """The layer itself, see `layers.layer_kind.LayerKind`.
 
     Attributes:
         attention: sliding or full, with keys of its own or without.

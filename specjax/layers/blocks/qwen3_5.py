@@ -153,7 +153,7 @@ def _run(
 
 @dataclasses.dataclass(frozen=True)
 class DeltaNetLayer:
-    """A layer with a gated delta net, see `targets.layer_loop.LayerKind`.
+    """A layer with a gated delta net, see `layers.layer_kind.LayerKind`.
 
     Attributes:
         mixer: the delta net.
@@ -194,7 +194,7 @@ class DeltaNetLayer:
 
 @dataclasses.dataclass(frozen=True)
 class GatedAttentionLayer:
-    """A layer with gated attention, see `targets.layer_loop.LayerKind`.
+    """A layer with gated attention, see `layers.layer_kind.LayerKind`.
 
     Attributes:
         mixer: sizes of the attention; its `mlp` is not looked at.

@@ -30,7 +30,7 @@ class SparseLayerWeights:
 
 @dataclasses.dataclass(frozen=True)
 class SparseLayer:
-    """The layer itself, see `targets.layer_loop.LayerKind`."""
+    """The layer itself, see `layers.layer_kind.LayerKind`."""
 
     block: BlockConfig
     sparse: SparseConfig

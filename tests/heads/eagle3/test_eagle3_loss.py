@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from specjax.core.params import leaves_with_names
-from specjax.heads import eagle3_loss as ttt
 from specjax.heads.base import TrainBatch
-from specjax.heads.eagle3_network import fuse, kept_ids
+from specjax.heads.eagle3 import loss as ttt
+from specjax.heads.eagle3.network import fuse, kept_ids
 from specjax.layers.linear import linear_f32
 from specjax.layers.norm import rms_norm
-from tests.heads import eagle3_cases as cases
+from tests.heads.eagle3 import cases
 
 KEPT = np.sort(np.random.default_rng(1).permutation(cases.VOCAB)[:12])
 

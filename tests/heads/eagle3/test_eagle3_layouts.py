@@ -13,13 +13,13 @@ import pytest
 from specjax import heads
 from specjax.core.errors import CheckpointError, PairingError, SpecJaxError
 from specjax.heads.base import NullHead
-from specjax.heads.config import Eagle3Config
-from specjax.heads.eagle3 import Eagle3Head
-from specjax.heads.eagle3_layouts import read_head
-from specjax.heads.eagle3_network import draft_logits, kept_ids
+from specjax.heads.eagle3.config import Eagle3Config
+from specjax.heads.eagle3.head import Eagle3Head
+from specjax.heads.eagle3.layouts import read_head
+from specjax.heads.eagle3.network import draft_logits, kept_ids
 from specjax.io.hf import TensorReader, read_config, write_json, write_safetensors
 from specjax.layers.rope import RopeConfig
-from tests.heads import eagle3_cases as cases
+from tests.heads.eagle3 import cases
 
 NAMES = ("eagle3_llama", "eagle3_qwen3", "eagle3_speculators")
 

@@ -18,7 +18,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.heads.base import Borrowed, TrainBatch
-from specjax.heads.eagle3_network import (
+from specjax.heads.eagle3.network import (
     Eagle3Weights,
     carry,
     draft_logits,
@@ -33,7 +33,7 @@ from specjax.layers.linear import linear_f32
 from specjax.layers.sampling import overlap
 
 if TYPE_CHECKING:
-    from specjax.heads.eagle3 import Eagle3Head
+    from specjax.heads.eagle3.head import Eagle3Head
 
 _TEACHER_ROWS = 256  # rows whose logits over the whole vocabulary exist at one time
 

@@ -34,7 +34,7 @@ from specjax.layers.norm import rms_norm
 from specjax.layers.rope import rope_tables
 
 if TYPE_CHECKING:
-    from specjax.heads.eagle3 import Eagle3Head
+    from specjax.heads.eagle3.head import Eagle3Head
 
 Weight = Any
 

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.heads.base import Borrowed, DraftContext, Observation, TrainBatch
-from specjax.heads.config import Eagle3Config
-from specjax.heads.eagle3 import Eagle3Head, Eagle3State
-from specjax.heads.eagle3_layouts import load_eagle3
-from specjax.heads.eagle3_network import Eagle3Weights
+from specjax.heads.eagle3 import layouts
+from specjax.heads.eagle3.config import Eagle3Config
+from specjax.heads.eagle3.head import Eagle3Head, Eagle3State
+from specjax.heads.eagle3.network import Eagle3Weights
 from specjax.io.hf import TensorReader
 from specjax.layers.blocks.dense import BlockConfig
 from specjax.layers.rope import RopeConfig
@@ -23,7 +23,7 @@ from specjax.targets.base import TargetInfo
 # Tests run each program once or twice: compile it quickly rather than well.
 jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": "0"})
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
+FIXTURES = Path(__file__).parents[2] / "fixtures"
 
 # The conventions of each reference, which its fixture was computed under.
 CONVENTIONS: dict[str, dict[str, Any]] = {
@@ -84,7 +84,7 @@ def read(path: Path) -> dict[str, np.ndarray]:
 def case(name: str) -> Case:
     """Load a fixture under its reference's conventions."""
     root = FIXTURES / name
-    head, params = load_eagle3(root, info())
+    head, params = layouts.load(root, info())
     config = dataclasses.replace(head.config, **CONVENTIONS[name])
     file = root / "target.safetensors"
     target = read(file) if file.exists() else {}

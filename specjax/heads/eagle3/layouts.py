@@ -21,8 +21,8 @@ import numpy as np
 
 from specjax.core.errors import CheckpointError, PairingError
 from specjax.core.params import ParamSpec, map_specs
-from specjax.heads.config import Eagle3Config
-from specjax.heads.eagle3 import (
+from specjax.heads.eagle3.config import Eagle3Config
+from specjax.heads.eagle3.head import (
     Eagle3Head,
     Layout,
     check_taps,
@@ -30,7 +30,7 @@ from specjax.heads.eagle3 import (
     has_extra_norms,
     vocabulary_maps,
 )
-from specjax.heads.eagle3_network import Eagle3Weights
+from specjax.heads.eagle3.network import Eagle3Weights
 from specjax.io.hf import TensorReader, load_params, read_config, resolve, save_checkpoint
 from specjax.layers.blocks.dense import BlockConfig
 from specjax.targets.base import TargetInfo
@@ -59,7 +59,12 @@ def layout_of(config: Mapping[str, Any]) -> Layout | None:
     return None
 
 
-def load_eagle3(
+def recognises(config: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` is that of an EAGLE-3 head."""
+    return layout_of(config) is not None
+
+
+def load(
     path: str | Path, info: TargetInfo, dtype: str = "float32", shardings: Any | None = None
 ) -> tuple[Eagle3Head, Eagle3Weights]:
     """Load a released head for a target.
@@ -82,7 +87,7 @@ def load_eagle3(
     return head, params
 
 
-def save_eagle3(
+def save(
     head: Eagle3Head, params: Eagle3Weights, path: str | Path, dtype: str | None = None
 ) -> None:
     """Write a head in its layout, whole or not at all.

@@ -21,9 +21,9 @@ from specjax.core.errors import PairingError
 from specjax.core.params import init_params, map_specs
 from specjax.heads.base import Borrowed, DraftContext, Observation, Proposal, TrainBatch
 from specjax.heads.chain import draft_chain
-from specjax.heads.config import Eagle3Config
-from specjax.heads.eagle3_loss import training_loss
-from specjax.heads.eagle3_network import (
+from specjax.heads.eagle3.config import Eagle3Config
+from specjax.heads.eagle3.loss import training_loss
+from specjax.heads.eagle3.network import (
     Eagle3Weights,
     carry,
     draft_logits,
@@ -89,6 +89,7 @@ class Eagle3Head:
     max_context: int = 0
 
     name: ClassVar[str] = "eagle3"
+    reads: ClassVar[tuple[int, ...]] = ()
     max_tokens: ClassVar[int | None] = None
 
     @classmethod
@@ -311,7 +312,7 @@ class Eagle3Head:
     def loss(
         self, params: Eagle3Weights, borrowed: Borrowed, batch: TrainBatch
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return the training-time-test loss and its metrics; see `eagle3_loss`."""
+        """Return the training-time-test loss and its metrics; see `heads.eagle3.loss`."""
         return training_loss(self, params, borrowed, batch)
 
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from specjax.core.errors import ConfigError
-from specjax.heads.config import Eagle3Config
+from specjax.heads.eagle3.config import Eagle3Config
 
 
 @pytest.mark.parametrize(
@@ -26,5 +26,5 @@ def test_values_that_cannot_be_meant_are_refused(wrong: dict[str, object]) -> No
 
 
 def test_reading_settings_imports_no_jax() -> None:
-    code = "import sys, specjax.heads.config; sys.exit('jax' in sys.modules)"
+    code = "import sys, specjax.heads.eagle3.config; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

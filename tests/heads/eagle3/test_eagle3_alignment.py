@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.heads import eagle3_loss as ttt
-from specjax.heads.eagle3_network import kept_ids
-from tests.heads import eagle3_cases as cases
+from specjax.heads.eagle3 import loss as ttt
+from specjax.heads.eagle3.network import kept_ids
+from tests.heads.eagle3 import cases
 
 KEPT = np.sort(np.random.default_rng(1).permutation(cases.VOCAB)[:12])
 ROWS, WIDTH, STEPS = 3, 12, 4

@@ -10,9 +10,9 @@ import pytest
 
 from specjax.core.errors import PairingError
 from specjax.heads.base import Borrowed
-from specjax.heads.config import Eagle3Config
-from specjax.heads.eagle3 import Eagle3Head, Eagle3State, vocabulary_maps
-from specjax.heads.eagle3_network import (
+from specjax.heads.eagle3.config import Eagle3Config
+from specjax.heads.eagle3.head import Eagle3Head, Eagle3State, vocabulary_maps
+from specjax.heads.eagle3.network import (
     Eagle3Weights,
     draft_logits,
     fuse,
@@ -22,7 +22,7 @@ from specjax.heads.eagle3_network import (
 )
 from specjax.layers.attention import KeyBlock, causal_mask
 from specjax.layers.sampling import Sampling
-from tests.heads import eagle3_cases as cases
+from tests.heads.eagle3 import cases
 
 KEPT = np.sort(np.random.default_rng(1).permutation(cases.VOCAB)[:12])
 

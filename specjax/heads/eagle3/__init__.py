@@ -1,0 +1,1 @@
+"""EAGLE-3: a chain of recycled states over fused taps of the target."""
