@@ -24,6 +24,7 @@ REGISTRY: dict[str, str | Callable[..., Any]] = {
     "Trainer": "specjax.training.config:TrainerConfig",
     "Optim": "specjax.training.config:OptimConfig",
     "Data": "specjax.training.config:DataConfig",
+    "Ngram": "specjax.heads.plain_config:NgramConfig",
     "Eagle3": "specjax.heads.eagle3.config:Eagle3Config",
 }
 

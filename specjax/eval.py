@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _evaluate,
         argv,
         usage=__doc__ or "",
-        names=("Eval", "Target", "Engine"),
+        names=("Eval", "Target", "Engine", "Ngram"),
         short=SHORT,
         default="eval/default.gin",
     )

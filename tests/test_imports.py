@@ -20,7 +20,16 @@ RANK = {
     **dict.fromkeys(("training", "evaluation", "planner", "interop"), 6),
 }
 # The doors and what configures them: everything lies below, and no package imports them.
-DOORS = {"cli", "eval", "show_targets", "doctor", "config", "bindings", "configurables"}
+DOORS = {
+    "cli",
+    "eval",
+    "show_heads",
+    "show_targets",
+    "doctor",
+    "config",
+    "bindings",
+    "configurables",
+}
 OPTIONAL = {"matplotlib", "datasets", "grain", "wandb", "tensorboardX"}
 
 

@@ -36,7 +36,7 @@ from specjax.layers.norm import rms_norm
 from specjax.layers.sampling import Sampling
 from specjax.targets.base import TargetInfo
 
-_BUILT = ("llama", "qwen3")
+_BUILT = ("llama", "qwen3", "gemma4_text")
 _PER_STEP_LOSSES = ("lk_alpha", "lk_lambda")
 # Compiling is all that takes time here.
 _compile = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": "0"})
@@ -147,9 +147,9 @@ def training(pair: _Pair, fixture: Fixture) -> dict[str, np.ndarray]:
 
     @_compile
     def forward(params: Eagle3Weights, borrowed: Borrowed, batch: TrainBatch) -> dict[str, Any]:
-        unshifted = teach(borrowed.output, batch.hidden, None)
+        unshifted = teach(borrowed.output, batch.hidden, None, head.softcap)
         rows = rows_of(batch, head.config.mask_shift)
-        teacher = teach(borrowed.output, rows.hidden, kept_ids(params))
+        teacher = teach(borrowed.output, rows.hidden, kept_ids(params), head.softcap)
         steps = unroll(head, params, borrowed, rows, teacher)
         greedy, probabilistic = chain_lengths(steps)
         return {
@@ -241,13 +241,13 @@ def packed_training(pair: _Pair, fixture: Fixture) -> dict[str, np.ndarray]:
         rows = Rows(
             taps=taps,
             tokens=jnp.asarray(row["input_ids"]),
-            hidden=rms_norm(verifier, pair.final_norm, head.block.eps),
+            hidden=rms_norm(verifier, pair.final_norm, head.geometry.eps),
             counted=jnp.asarray(row["loss_mask"]),
             positions=jnp.asarray(row["position_ids"]),
             lengths=jnp.asarray((row["document_ids"] >= 0).sum(1)),
             documents=jnp.asarray(row["document_ids"]),
         )
-        teacher = teach(borrowed.output, rows.hidden, kept_ids(params))
+        teacher = teach(borrowed.output, rows.hidden, kept_ids(params), head.softcap)
         return teacher, unroll(head, params, borrowed, rows, teacher)
 
     @_compile

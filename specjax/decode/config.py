@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +24,17 @@ class EngineConfig:
             when a lane ends; latencies are read at those returns.
         draft_sampling: "sample" draws drafts as the request samples, "greedy" always drafts the
             head's argmax (a point mass; lossless too).
+        verification: "fixed" verifies all drafts. The others verify those that the head is sure
+            of: "early_stop" admits while it raises the expected throughput, "budget" as many over
+            the batch as the round before would have wanted, "threshold" those of at least
+            `confidence_threshold`. All are lossless.
+        confidence_threshold: least confidence of a draft under "threshold".
+        argmax_confidence: let a head without confidences of its own use the probability of its
+            argmax; for argmax drafts only (greedy requests, or draft_sampling "greedy").
+        verify_widths: up to three numbers of tokens, over the whole batch, at which the verify
+            pass is compiled; the full width is added. () spreads four.
+        cost_table: JSON file of what drafting and verifying cost (`decode.costs`); "" profiles
+            them at start-up.
     """
 
     num_speculative_tokens: int = 4
@@ -31,4 +43,9 @@ class EngineConfig:
     cache_dtype: str = "auto"
     prefill_chunk: int = 256
     rounds_per_call: int = 128
-    draft_sampling: str = "sample"
+    draft_sampling: Literal["sample", "greedy"] = "sample"
+    verification: Literal["fixed", "threshold", "early_stop", "budget"] = "fixed"
+    confidence_threshold: float = 0.5
+    argmax_confidence: bool = False
+    verify_widths: tuple[int, ...] = ()
+    cost_table: str = ""

@@ -22,8 +22,10 @@ from specjax.core.errors import PairingError, RequestError
 from specjax.decode import round as rounds_module
 from specjax.decode.compiles import CompileClock
 from specjax.decode.config import EngineConfig
+from specjax.decode.costs import Costs, profile, read_costs
 from specjax.decode.requests import Request, Result, RunTimes
 from specjax.decode.round import Decoder, RoundState, Weights, init_state
+from specjax.decode.schedule import Schedule, choose_widths
 from specjax.heads.base import Head, NullHead
 from specjax.layers.sampling import Sampling
 from specjax.targets.base import Target
@@ -131,6 +133,7 @@ class Engine:
             num_speculative_tokens=k,
             stop_ids=tuple(target.info.stop_ids if stop_ids is None else stop_ids),
             greedy_drafts=config.draft_sampling == "greedy",
+            schedule=_schedule_of(config, k),
         )
         dtype = jax.tree.leaves(params)[0].dtype
         on_cpu = jax.default_backend() == "cpu"
@@ -140,6 +143,9 @@ class Engine:
             else config.cache_dtype
         )
         self.times: RunTimes | None = None
+        self.costs: Costs | None = read_costs(config.cost_table) if config.cost_table else None
+        if self.decoder.schedule is not None:
+            self._check_confidences()
 
     def generate(
         self,
@@ -165,10 +171,52 @@ class Engine:
                 request.check(info.vocab, capacity, info.max_context)
             except RequestError as error:
                 raise RequestError(f"request {i}: {error}") from None
+        if self.decoder.schedule is not None:
+            self._check_stand_in(requests)
+            self.price(capacity)
         run = _Run(self, list(requests), capacity, on_result)
         results = run.go()
         self.times = run.times()
         return results
+
+    def price(self, capacity: int) -> None:
+        """Know what a round costs before scheduling by it: read, or profiled once."""
+        if self.weights.costs is not None or self.decoder.schedule is None:
+            return
+        if self.costs is None:
+            self.costs = profile(self, capacity)
+        most = self.decoder.schedule.widths[-1]
+        self.weights = self.weights.replace(costs=jnp.asarray(self.costs.per_round(most)))
+
+    def _check_confidences(self) -> None:
+        """Refuse to schedule drafts that nobody is sure of."""
+        head, k = self.decoder.head, self.decoder.num_speculative_tokens
+        own = getattr(head, "has_confidence", False)
+        if not own and not self.config.argmax_confidence:
+            raise PairingError(
+                f"this {head.name} head gives no confidences: Engine.verification"
+                f" {self.config.verification!r} needs them, or Engine.argmax_confidence"
+            )
+        state = jax.eval_shape(lambda: init_state(self.decoder, 1, 2 * k + 2, "float32"))
+        drafts = jax.eval_shape(
+            lambda weights, state: rounds_module.propose(self.decoder, weights, state),
+            self.weights,
+            state,
+        )
+        if drafts.confidence is None:
+            raise PairingError(
+                f"the drafts of a {head.name} head have no probabilities to be sure by"
+            )
+
+    def _check_stand_in(self, requests: Sequence[Request]) -> None:
+        """Refuse the argmax's probability where something else than the argmax is drafted."""
+        own = getattr(self.decoder.head, "has_confidence", False)
+        if own or self.decoder.greedy_drafts or not any(r.temperature > 0 for r in requests):
+            return
+        raise RequestError(
+            "Engine.argmax_confidence holds for argmax drafts alone: ask greedily, or set"
+            ' Engine.draft_sampling = "greedy"'
+        )
 
     def prefill(self, request: Request, capacity: int) -> RoundState:
         """Return a batch-of-one state with the prompt taken in and the first token drawn."""
@@ -203,6 +251,16 @@ class Engine:
                 jnp.asarray([following], jnp.int32),
             )
         return state
+
+
+def _schedule_of(config: EngineConfig, num: int) -> Schedule | None:
+    if config.verification == "fixed" or num == 0:
+        return None
+    return Schedule(
+        kind=config.verification,
+        threshold=config.confidence_threshold,
+        widths=choose_widths(config.concurrency, num, config.verify_widths),
+    )
 
 
 class _Run:

@@ -9,15 +9,24 @@ rolled back.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from specjax.core.stack import Stacked
-from specjax.heads.base import DraftContext, Head, Observation, Proposal, borrow
+from specjax.decode.schedule import Schedule, admit, run_scheduled, run_width
+from specjax.heads.base import (
+    DraftContext,
+    Head,
+    Observation,
+    Proposal,
+    borrow,
+    longest_context,
+)
 from specjax.layers.sampling import PURPOSE_NEXT, Sampling, draw
 from specjax.targets.base import Cache, Target, TargetOut
 from specjax.verify import Verdict, contains_stop, cut_at_stop, tally, verify
@@ -35,6 +44,7 @@ class Decoder:
         num_speculative_tokens: drafts per round (K).
         stop_ids: tokens that end a text.
         greedy_drafts: draft the head's argmax whatever the request's sampling.
+        schedule: which drafts are verified; None verifies all.
     """
 
     target: Target
@@ -42,14 +52,22 @@ class Decoder:
     num_speculative_tokens: int
     stop_ids: tuple[int, ...]
     greedy_drafts: bool = False
+    schedule: Schedule | None = None
 
 
 @struct.dataclass
 class Weights:
-    """The array half: weights of target and head."""
+    """The array half: weights of target and head, and what verifying costs.
+
+    Attributes:
+        target: the target's.
+        head: the head's.
+        costs: `[B (K + 1)]` seconds of a round by tokens verified, where that is scheduled.
+    """
 
     target: PyTree
     head: PyTree
+    costs: Float[Array, " M"] | None = None
 
 
 @struct.dataclass
@@ -70,6 +88,7 @@ class RoundState:
         drafted: `[B, K]` drafts verified, per position.
         accepted: `[B, K]` drafts accepted and emitted, per position.
         rounds: `[B]` rounds that the lane took part in.
+        survival: `[B, K]` how likely the last round's drafts were to stand, under a schedule.
     """
 
     cache: Cache
@@ -82,6 +101,7 @@ class RoundState:
     drafted: Int[Array, "B K"]
     accepted: Int[Array, "B K"]
     rounds: Int[Array, " B"]
+    survival: Float[Array, "B K"]
 
 
 def init_state(decoder: Decoder, batch: int, capacity: int, cache_dtype: str) -> RoundState:
@@ -103,6 +123,7 @@ def init_state(decoder: Decoder, batch: int, capacity: int, cache_dtype: str) ->
         drafted=jnp.zeros((batch, k), jnp.int32),
         accepted=jnp.zeros((batch, k), jnp.int32),
         rounds=zeros,
+        survival=jnp.zeros((batch, k), jnp.float32),
     )
 
 
@@ -126,23 +147,48 @@ def propose(decoder: Decoder, weights: Weights, state: RoundState) -> Proposal:
     return proposal.replace(probs=None) if decoder.greedy_drafts else proposal
 
 
-def schedule(decoder: Decoder, state: RoundState) -> Int[Array, " B"]:
-    """Return how many drafts each lane verifies: K, or what the budget leaves room for."""
+def schedule(
+    decoder: Decoder, weights: Weights, state: RoundState, proposal: Proposal
+) -> tuple[Int[Array, " B"], Float[Array, "B K"]]:
+    """Return (drafts that each lane verifies, this round's survivals).
+
+    All K, or what the budget leaves room for, unless a schedule says less; none where the head had
+    nothing to say, or the text has outgrown the head.
+    """
     width = jnp.minimum(decoder.num_speculative_tokens, state.budget - 1)
-    return jnp.where(state.done, 0, jnp.maximum(width, 0))
+    if proposal.count is not None:
+        width = jnp.minimum(width, proposal.count)
+    if (longest := longest_context(decoder.head)) is not None:
+        width = jnp.minimum(width, longest - state.lengths)
+    width = jnp.where(state.done, 0, jnp.maximum(width, 0))
+    if decoder.schedule is None:
+        return width, state.survival
+    assert proposal.confidence is not None and weights.costs is not None  # the engine checks
+    return admit(
+        decoder.schedule, proposal.confidence, width, ~state.done, weights.costs, state.survival
+    )
+
+
+def verify_inputs(state: RoundState, proposal: Proposal) -> Int[Array, "B T"]:
+    """Return what the target reads: the anchor and all drafts."""
+    anchor_at = jnp.maximum(state.lengths - 1, 0)[:, None]
+    anchor = jnp.take_along_axis(state.tokens, anchor_at, axis=1)
+    return jnp.concatenate([anchor, proposal.tokens], axis=1)
 
 
 def forward(
     decoder: Decoder, weights: Weights, state: RoundState, proposal: Proposal, width: jax.Array
 ) -> tuple[Int[Array, "B T"], TargetOut, jax.Array]:
     """Run the target over [anchor, drafts]: (its inputs, its output, logits `[B, K + 1, V]`)."""
-    anchor_at = jnp.maximum(state.lengths - 1, 0)[:, None]
-    anchor = jnp.take_along_axis(state.tokens, anchor_at, axis=1)
-    inputs = jnp.concatenate([anchor, proposal.tokens], axis=1)
+    inputs = verify_inputs(state, proposal)
     valid = jnp.where(state.done, 0, width + 1)
-    target = decoder.target
-    out = target.forward(weights.target, inputs, valid, state.cache, decoder.head.taps)
-    return inputs, out, target.logits(weights.target, out.hidden)
+    run = (
+        functools.partial(run_width, size=inputs.size)
+        if decoder.schedule is None
+        else functools.partial(run_scheduled, decoder.schedule)
+    )
+    taps = decoder.head.taps
+    return inputs, *run(decoder.target, weights.target, inputs, valid, state.cache, taps)
 
 
 def commit(
@@ -213,7 +259,7 @@ def one_round(decoder: Decoder, weights: Weights, state: RoundState) -> RoundSta
     """Run one round over all lanes; lanes that are done do not change."""
     with jax.named_scope("propose"):
         proposal = propose(decoder, weights, state)
-    width = schedule(decoder, state)
+    width, survival = schedule(decoder, weights, state, proposal)
     with jax.named_scope("forward"):
         inputs, out, logits = forward(decoder, weights, state, proposal, width)
     with jax.named_scope("verify"):
@@ -227,7 +273,7 @@ def one_round(decoder: Decoder, weights: Weights, state: RoundState) -> RoundSta
         head_state = observe(
             decoder, weights, state.head, inputs, out, verdict.tokens, emitted, start
         )
-    return after.replace(head=head_state)
+    return after.replace(head=head_state, survival=survival)
 
 
 def rounds(

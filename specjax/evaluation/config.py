@@ -7,6 +7,7 @@ from typing import Literal
 
 from specjax.core.errors import ConfigError
 from specjax.decode.config import EngineConfig
+from specjax.heads.plain_config import NgramConfig
 from specjax.targets.config import TargetConfig
 
 Dtype = Literal["float32", "bfloat16"]
@@ -19,7 +20,9 @@ class EvalConfig:
     Attributes:
       target: directory or hub id of the target; "" takes the embedded default, with its own head
         and prompts.
-      head: directory of a draft head, or "none" for the baseline alone.
+      head: directory or hub id of a draft head; "mtp" for the modules in the target's own
+        checkpoint, "ngram" for prompt lookup, "small_model:DIR" for another model, "none" for the
+        baseline alone.
       prompts: JSON lines file of prompts ("turns", "messages" or "prompt"; the first turn is
         asked).
       num_prompts: how many prompts of the file, from its start; 0 takes all.
@@ -41,6 +44,7 @@ class EvalConfig:
       time_shares: time the stages of a round apart.
       out: directory of the results; "" is runs/<time>.
       target_options: how the target is held and run.
+      ngram: settings of prompt lookup.
       engine: the engine's other settings.
     """
 
@@ -64,6 +68,7 @@ class EvalConfig:
     time_shares: bool = True
     out: str = ""
     target_options: TargetConfig = dataclasses.field(default_factory=TargetConfig)
+    ngram: NgramConfig = dataclasses.field(default_factory=NgramConfig)
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:

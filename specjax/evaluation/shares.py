@@ -76,7 +76,7 @@ _propose = functools.partial(jax.jit, static_argnums=0)(stages.propose)
 def _forward(
     decoder: Decoder, weights: Weights, state: RoundState, proposal: Proposal
 ) -> tuple[jax.Array, jax.Array, TargetOut, jax.Array]:
-    width = stages.schedule(decoder, state)
+    width, _ = stages.schedule(decoder, weights, state, proposal)
     return width, *stages.forward(decoder, weights, state, proposal, width)
 
 

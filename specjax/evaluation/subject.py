@@ -16,7 +16,7 @@ from specjax.data.prompts import Prompt, load_prompts
 from specjax.decode.requests import Request
 from specjax.evaluation import demo
 from specjax.evaluation.config import EvalConfig
-from specjax.heads.base import Head, NullHead
+from specjax.heads.base import Head
 from specjax.io.hf import resolve
 from specjax.targets.base import Target
 
@@ -68,13 +68,11 @@ def load(config: EvalConfig) -> Subject:
     # The cheap checks first: a misspelt prompt file should not cost a load of the weights.
     prompts = load_prompts(config.prompts, limit=config.num_prompts or None)
     root = resolve(config.target)
-    head_root = None if config.head == "none" else resolve(config.head)
+    _check_head(config.head)
     params: dict[str, PyTree] = {}
     for dtype in config.baseline_dtypes:
         target, params[dtype] = targets.load(root, dtype, how=config.target_options)
-    head, head_params = (
-        (NullHead(), ()) if head_root is None else heads.load(head_root, target.info, config.dtype)
-    )
+    head, head_params = heads.find(config.head, root, target.info, config.dtype, config.ngram)
     return Subject(
         target=target,
         params=params,
@@ -85,6 +83,13 @@ def load(config: EvalConfig) -> Subject:
         head_source=config.head,
         notes=_notes(prompts, config),
     )
+
+
+def _check_head(source: str) -> None:
+    """Refuse a head that is not there before the target is loaded."""
+    word, colon, rest = source.partition(":")
+    if source not in ("none", "ngram", "mtp"):
+        resolve(rest if word == "small_model" and colon else source)
 
 
 def _embedded(config: EvalConfig) -> Subject:

@@ -47,6 +47,45 @@ def load(
     )
 
 
+def find(
+    source: str, target: str | Path, info: Any, dtype: str = "float32", ngram: Any = None
+) -> tuple[Any, Any]:
+    """Return the head that a user names.
+
+    Args:
+        source: "none", "ngram", "mtp" (the modules in the target's own checkpoint),
+            "small_model:DIR" (another model, directory or hub id), or the directory or hub id of
+            a draft head.
+        target: where the target was loaded from.
+        info: its facts.
+        dtype: dtype in memory.
+        ngram: settings of "ngram".
+
+    Returns:
+        (head, weights).
+
+    Raises:
+        PairingError: head and target do not belong together.
+        CheckpointError: as `load`, or there is no such head.
+    """
+    from specjax.heads.base import NullHead
+
+    word, colon, rest = source.partition(":")
+    if source == "none":
+        return NullHead(), ()
+    if source == "ngram":
+        from specjax.heads.ngram import NgramHead
+
+        return (NgramHead() if ngram is None else NgramHead(ngram)), ()
+    if word == "small_model" and colon:
+        from specjax import targets
+        from specjax.heads.small_model import SmallModelHead
+
+        model, params = targets.load(rest, dtype)
+        return SmallModelHead.for_target(info, model), params
+    return load(target if source == "mtp" else source, info, dtype)
+
+
 def save(head: Any, params: Any, path: str | Path, dtype: str | None = None) -> None:
     """Write a head in its released layout, whole or not at all.
 

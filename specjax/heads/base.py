@@ -90,11 +90,14 @@ class Proposal:
             draft is a point mass. Rows that decode greedily are point masses whatever stands here.
         confidence: `[B, K]` estimated probability that a draft is accepted given that those
             before it were, or None.
+        count: `[B]` how many of the K there are, from the first; None: all. The others are as if
+            they had not been drafted.
     """
 
     tokens: Int[Array, "B K"]
     probs: Float[Array, "B K V"] | None = None
     confidence: Float[Array, "B K"] | None = None
+    count: Int[Array, " B"] | None = None
 
 
 @struct.dataclass
@@ -129,6 +132,10 @@ class Head(Protocol):
         taps: residual streams of the target that `observe` wants.
         reads: layers of the target whose keys and values `propose` wants.
         max_tokens: most drafts a round can have, or None for any number.
+
+    A head may have besides:
+        max_context: longest text it drafts for; behind it decoding goes on without drafts.
+        has_confidence: whether its proposals carry confidences of its own.
     """
 
     name: ClassVar[str]
@@ -167,6 +174,11 @@ class Head(Protocol):
     ) -> Proposal:
         """Draft `num` tokens per row; the state is only read."""
         ...
+
+
+def longest_context(head: Head) -> int | None:
+    """Return the length of text behind which a head does not draft, None if it does not say."""
+    return getattr(head, "max_context", 0) or None
 
 
 class NullHead:

@@ -37,7 +37,8 @@ def draft_chain(
 
     Returns:
         Tokens in target ids. Probabilities are over the target's vocabulary; they are zeros where
-        no row of the batch samples, and None with `point_mass` or without drafts.
+        no row of the batch samples, and None with `point_mass` or without drafts. Confidences are
+        the argmax's probabilities, which mean something where it is what was drafted.
     """
     batch = context.anchor.shape[0]
     if num == 0:
@@ -45,6 +46,7 @@ def draft_chain(
     logits = first()
     tokens: list[jax.Array] = []
     drawn_from: list[jax.Array] = []
+    best: list[jax.Array] = []
     for k in range(num):
         if point_mass:
             token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -52,13 +54,15 @@ def draft_chain(
             position = context.position + 1 + k
             token, probs = draw(logits, context.sampling, position, PURPOSE_DRAFT + k)
             drawn_from.append(probs)
+        # Costs nothing where nobody asks: the round is one program, and this then is dead code.
+        best.append(jnp.exp(jnp.max(logits, -1) - jax.nn.logsumexp(logits, -1)))
         # A draft id must become a target id before anyone embeds or verifies it.
         tokens.append(token if kept is None else kept[token])
         if k + 1 < num:
             logits = advance(k, tokens[-1])
     stacked = jnp.stack(tokens, axis=1)
     if point_mass:
-        return Proposal(tokens=stacked)
+        return Proposal(tokens=stacked, confidence=jnp.stack(best, axis=1))
     probs = jnp.stack(drawn_from, axis=1)
     if kept is not None:
         probs = jax.lax.cond(
@@ -66,7 +70,7 @@ def draft_chain(
             lambda: spread(probs, kept, vocab),
             lambda: jnp.zeros((batch, num, vocab), jnp.float32),
         )
-    return Proposal(tokens=stacked, probs=probs)
+    return Proposal(tokens=stacked, probs=probs, confidence=jnp.stack(best, axis=1))
 
 
 def spread(

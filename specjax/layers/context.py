@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.layers.attention import attend, causal_mask
+from specjax.layers.packing import Packing, pack, spread
 from specjax.layers.rope import RopeConfig, rope_tables
 
 PyTree = Any
@@ -30,6 +31,7 @@ class Context:
         shared: keys and values that later layers read: label to (cache entry, new), filled in by
             the layer loop.
         extra: what a family computes once for all of its layers.
+        packing: the residual stream holds the real positions alone, `[1, N, H]`; None: `[B, T, H]`.
     """
 
     lengths: Int[Array, " B"]
@@ -40,6 +42,7 @@ class Context:
     attend: Callable[..., jax.Array] = attend
     shared: Mapping[str, tuple[PyTree, PyTree]] = dataclasses.field(default_factory=dict)
     extra: PyTree = None
+    packing: Packing | None = None
 
     @classmethod
     def of(
@@ -49,6 +52,7 @@ class Context:
         length: int,
         ropes: Iterable[RopeConfig] = (),
         attend: Callable[..., jax.Array] = attend,
+        packing: Packing | None = None,
     ) -> Context:
         """Return the context of `length` new positions, every rope table computed once."""
         positions = lengths[:, None] + jnp.arange(length)[None]
@@ -59,12 +63,21 @@ class Context:
             ropes={config: rope_tables(config, positions) for config in dict.fromkeys(ropes)},
             causal=causal_mask(length),
             attend=attend,
+            packing=packing,
         )
 
     @property
     def real(self) -> Bool[Array, "B T"]:
         """Which new positions are real."""
         return jnp.arange(self.positions.shape[1])[None] < self.valid[:, None]
+
+    def spread(self, x: Float[Array, "b t *F"]) -> Float[Array, "B T *F"]:
+        """Lay a product of the residual stream out by rows, for what looks across positions."""
+        return spread(self.packing, x)
+
+    def pack(self, x: Float[Array, "B T *F"]) -> Float[Array, "b t *F"]:
+        """Bring what was laid out by rows into the form of the residual stream."""
+        return pack(self.packing, x)
 
     def rope(self, config: RopeConfig) -> tuple[Float[Array, "B T R"], Float[Array, "B T R"]]:
         """Return (cos, sin) of the new positions."""

@@ -29,6 +29,7 @@ from specjax.layers.cache.recurrent import (
 )
 from specjax.layers.linear import linear, linear_f32
 from specjax.layers.norm import rms_norm
+from specjax.layers.packing import Packing, pack, spread
 
 Weight = Any  # ParamSpec, jax.Array or ShapeDtypeStruct
 
@@ -140,6 +141,7 @@ def delta_net(
     valid: Int[Array, " B"],
     entry: RecurrentCache | None,
     chunk: int = 64,
+    packing: Packing | None = None,
 ) -> tuple[Float[Array, "B T H"], RecurrentUpdate]:
     """Run T new tokens through the layer; the cache is only read.
 
@@ -151,16 +153,18 @@ def delta_net(
         entry: what the layer knows of its past, None for the beginning of a text.
         chunk: at most so many tokens are solved at once. Up to that many tokens are one chunk of
             their own length; longer inputs are cut into equal ones.
+        packing: with one, x and what is returned first are `[1, N, H]`.
 
     Returns:
-        (`[B, T, H]` in the dtype of `x`, zeros at pads; what commit needs). All but the
+        (the shape and dtype of `x`, zeros at pads; what commit needs). All but the
         projections is computed in float32.
     """
-    batch, length, _ = x.shape
+    batch, length = x.shape[:2] if packing is None else packing.index.shape
     key_heads, value_heads = config.key_heads, config.value_heads
     real = jnp.arange(length) < valid[:, None]
-    x = jnp.where(real[..., None], x, 0)
-    u = linear(x, weights.qkv)
+    if packing is None:
+        x = jnp.where(real[..., None], x, 0)
+    u = jnp.where(real[..., None], spread(packing, linear(x, weights.qkv)), 0)
     if entry is None:
         entry = config.cache.empty(batch, 0, u.dtype.name)
     u = u.astype(entry.tail.dtype)  # as it will be cached: chunkings do not differ by rounding
@@ -173,14 +177,15 @@ def delta_net(
     q, k = (heads(part, key_heads) for part in (mixed[..., :keys], mixed[..., keys : 2 * keys]))
     v = heads(mixed[..., 2 * keys :], value_heads)
     q, k = _unit(q) * config.key_dim**-0.5, _unit(k)
-    pace = jax.nn.softplus(linear_f32(x, weights.a) + weights.dt_bias)
+    pace = jax.nn.softplus(spread(packing, linear_f32(x, weights.a)) + weights.dt_bias)
     # A pad neither forgets nor adds: a decay of 1 and a beta of 0.
     log_decay = jnp.where(real[..., None], -jnp.exp(weights.a_log) * pace, 0.0).swapaxes(1, 2)
-    beta = jnp.where(real[..., None], jax.nn.sigmoid(linear_f32(x, weights.b)), 0.0).swapaxes(1, 2)
+    beta = jax.nn.sigmoid(spread(packing, linear_f32(x, weights.b)))
+    beta = jnp.where(real[..., None], beta, 0.0).swapaxes(1, 2)
     o, w = delta_rule(q, k, v, log_decay, beta, entry.state, chunk)
-    gate = jax.nn.silu(linear_f32(x, weights.z)).reshape(batch, length, value_heads, -1)
-    y = rms_norm(o.swapaxes(1, 2), weights.norm, config.eps) * gate
-    y = linear(y.reshape(batch, length, -1).astype(x.dtype), weights.out)
+    y = pack(packing, rms_norm(o.swapaxes(1, 2), weights.norm, config.eps))
+    y = y * jax.nn.silu(linear_f32(x, weights.z)).reshape(y.shape)
+    y = linear(y.reshape(*y.shape[:2], -1).astype(x.dtype), weights.out)
     return y, RecurrentUpdate(k=k, w=w, log_decay=log_decay, u=u)
 
 

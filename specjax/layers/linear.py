@@ -53,6 +53,11 @@ def linear_f32(
     return y if bias is None else y + bias.astype(jnp.float32)
 
 
+def capped(logits: Float[Array, "*B V"], cap: float | None) -> Float[Array, "*B V"]:
+    """Return `cap * tanh(logits / cap)`, or the logits as they are without a cap."""
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
 def linear(
     x: Float[Array, "... I"],
     w: Float[Array, "O I"] | Packed,

@@ -181,12 +181,12 @@ def mla(
     """
     cos, sin = ctx.rope(config.rope)
     turn = apply_rope_interleaved if config.interleaved else apply_rope
-    q = _queries(weights, config, x)
+    q = _queries(weights, config, x, ctx)
     q_rope = turn(q[..., config.nope_dim :].transpose(0, 2, 1, 3), cos, sin)
     keys, values = _halves(weights, config, x.dtype)
     q_latent = _into_latent(q[..., : config.nope_dim], keys)
 
-    both = linear(x, weights.kv_a, weights.kv_a_bias)
+    both = ctx.spread(linear(x, weights.kv_a, weights.kv_a_bias))
     latent = rms_norm(both[..., : config.kv_rank], weights.kv_a_norm, _INNER_EPS)
     rope_key = turn(both[:, None, :, config.kv_rank :], cos, sin)[:, 0]
     new = jnp.concatenate([latent, rope_key], axis=-1)
@@ -196,20 +196,21 @@ def mla(
     fresh = new.astype(kind)[:, None]
     blocks = [*cached, KeyBlock(fresh, fresh, ctx.causal)]
     mixed = ctx.attend(jnp.concatenate([q_latent, q_rope], axis=-1), blocks, config.scale)
-    mixed = mixed.reshape(*x.shape[:2], config.heads, -1)[..., : config.kv_rank]
-    out = _out_of_latent(mixed, values).reshape(*x.shape[:2], -1)
-    return linear(out, weights.o, weights.o_bias), new
+    mixed = mixed.reshape(*mixed.shape[:2], config.heads, -1)[..., : config.kv_rank]
+    out = _out_of_latent(ctx.pack(mixed), values)
+    return linear(out.reshape(*out.shape[:2], -1), weights.o, weights.o_bias), new
 
 
 def _queries(
-    weights: MlaWeights, config: MlaConfig, x: Float[Array, "B T H"]
+    weights: MlaWeights, config: MlaConfig, x: Float[Array, "b t H"], ctx: Context
 ) -> Float[Array, "B T M D"]:
     if config.q_rank is None:
         q = linear(x, weights.q)
     else:
         low = linear(x, weights.q_a, weights.q_a_bias)
         q = linear(rms_norm(low, weights.q_a_norm, _INNER_EPS), weights.q_b)
-    return q.reshape(*x.shape[:2], config.heads, -1)
+    q = ctx.spread(q)
+    return q.reshape(*q.shape[:2], config.heads, -1)
 
 
 def _halves(

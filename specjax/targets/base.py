@@ -20,6 +20,7 @@ from specjax.layers.blocks.dense import BlockConfig
 from specjax.layers.cache.full import FullKind
 from specjax.layers.cache.window import WindowKind
 from specjax.layers.layer_kind import LayerKind
+from specjax.layers.packing import Packing
 from specjax.layers.rope import RopeConfig
 
 PyTree = Any
@@ -168,6 +169,7 @@ class Target:
         valid: Int[Array, " B"] | None = None,
         cache: Cache | None = None,
         taps: tuple[int, ...] = (),
+        packing: Packing | None = None,
     ) -> TargetOut:
         """Run T new positions behind the cached ones; nothing is written.
 
@@ -178,6 +180,8 @@ class Target:
             cache: what came before; None means nothing did.
             taps: residual streams to return: 0 is the embedding output, i the stream after i
                 layers (L: before the final norm), as transformers counts `hidden_states`.
+            packing: of the `valid` positions; products then run on these alone, and `hidden` and
+                `taps` come packed, `[1, N, H]` and `[n, 1, N, H]`. The update does not.
 
         Raises:
             ValueError: a tap outside 0..L.
@@ -186,7 +190,7 @@ class Target:
             raise ValueError(f"taps {taps} outside 0..{self.info.num_layers}")
         if valid is None:
             valid = jnp.full((tokens.shape[0],), tokens.shape[1], jnp.int32)
-        return self.family.forward(params, self.config, tokens, valid, cache, taps)
+        return self.family.forward(params, self.config, tokens, valid, cache, taps, packing)
 
     def commit(self, cache: Cache, update: tuple[PyTree, ...], n: Int[Array, " B"]) -> Cache:
         """Append the first `n[b]` positions of an update to row b: the only writer of a cache."""

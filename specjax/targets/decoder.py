@@ -27,8 +27,9 @@ from specjax.layers.cache.window import WindowKind
 from specjax.layers.context import Context
 from specjax.layers.embedding import lookup
 from specjax.layers.layer_kind import LayerKind
-from specjax.layers.linear import linear_f32
+from specjax.layers.linear import capped, linear_f32
 from specjax.layers.norm import offset_norm, rms_norm
+from specjax.layers.packing import Packing, pack
 from specjax.targets.base import Cache, Family, KeyLayer, TargetInfo, TargetOut
 from specjax.targets.layer_loop import run_layers
 
@@ -186,12 +187,14 @@ def forward(
     valid: jax.Array,
     cache: Cache | None,
     taps: tuple[int, ...],
+    packing: Packing | None = None,
 ) -> TargetOut:
     """Run the layers over T new positions (see `Target.forward`)."""
     batch, length = tokens.shape
     start = jnp.zeros((batch,), jnp.int32) if cache is None else cache.lengths
     ropes = [rope for kind in config.kinds for rope in kind.ropes]
-    ctx = Context.of(start, valid, length, ropes, attend_with(config.attention))
+    ctx = Context.of(start, valid, length, ropes, attend_with(config.attention), packing)
+    tokens = pack(packing, tokens)
     x = embed(params, config, tokens)
     if config.extra is not None:
         ctx = dataclasses.replace(ctx, extra=config.extra.run(params.extra, tokens, x))
@@ -244,8 +247,7 @@ def output_weights(params: DecoderWeights, config: DecoderConfig) -> jax.Array:
 
 def logits(params: DecoderWeights, config: DecoderConfig, hidden: jax.Array) -> jax.Array:
     """Return float32 logits of normed states."""
-    raw = linear_f32(hidden, output_weights(params, config))
-    return raw if config.softcap is None else config.softcap * jnp.tanh(raw / config.softcap)
+    return capped(linear_f32(hidden, output_weights(params, config)), config.softcap)
 
 
 def family(

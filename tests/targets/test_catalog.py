@@ -24,9 +24,13 @@ COUNTED = {
     "DeepSeek-V3": ("671.026", "37.55"),
     "Kimi-K2.5": ("1026.4", "32.86"),
     "MiniMax-M2.5": ("228.69", "11.03"),
+    "Qwen3-14B": ("14.768", "14.768"),
     "Qwen3-30B-A3B": ("30.532", "3.353"),
+    "Qwen3-4B": ("4.022", "4.022"),
     "Qwen3-8B": ("8.191", "8.191"),
+    "Qwen3.5-0.8B": ("0.752", "0.752"),
     "Qwen3.5-122B-A10B": ("122.112", "9.771"),
+    "Qwen3.5-35B-A3B": ("34.661", "3.455"),
     "Qwen3.5-4B": ("4.206", "4.206"),
     "SmolLM2-135M-Instruct": ("0.134515", "0.134515"),
     "gemma-4-12B-it": ("11.907", "11.907"),
@@ -40,9 +44,13 @@ NAMED = {
     "DeepSeek-V3": (671, 37),
     "Kimi-K2.5": (1000, 32),
     "MiniMax-M2.5": (230, 10),
+    "Qwen3-14B": (14.8, None),
     "Qwen3-30B-A3B": (30.5, 3.3),
+    "Qwen3-4B": (4.0, None),
     "Qwen3-8B": (8.2, None),
+    "Qwen3.5-0.8B": (0.8, None),
     "Qwen3.5-122B-A10B": (122, 10),
+    "Qwen3.5-35B-A3B": (35, 3),
     "Qwen3.5-4B": (4, None),
     "SmolLM2-135M-Instruct": (0.135, None),
     "gemma-4-12B-it": (11.95, None),
@@ -58,7 +66,9 @@ APART = {
     ("Kimi-K2.5", "active"): (0.027, "the name counts one embedding table"),
     ("MiniMax-M2.5", "active"): (0.103, "the name counts no embeddings"),
     ("Qwen3-30B-A3B", "active"): (0.016, "one digit"),
+    ("Qwen3.5-0.8B", "total"): (-0.06, "a rounded name"),
     ("Qwen3.5-122B-A10B", "active"): (-0.023, "a rounded name"),
+    ("Qwen3.5-35B-A3B", "active"): (0.152, "a rounded name"),
     ("Qwen3.5-4B", "total"): (0.051, "a rounded name"),
     ("gemma-4-E2B-it", "total"): (-0.092, "the name counts vision and audio"),
     ("gemma-4-E4B-it", "total"): (-0.067, "the name counts vision and audio"),
@@ -68,9 +78,13 @@ FACTS = {
     "DeepSeek-V3": (163840, (1,), 1e-6, {1e4}),
     "Kimi-K2.5": (262144, (163585,), 1e-5, {5e4}),
     "MiniMax-M2.5": (196608, (200020,), 1e-6, {5e6}),
+    "Qwen3-14B": (40960, (151643, 151645), 1e-6, {1e6}),
     "Qwen3-30B-A3B": (40960, (151643, 151645), 1e-6, {1e6}),
+    "Qwen3-4B": (40960, (151643, 151645), 1e-6, {1e6}),
     "Qwen3-8B": (40960, (151643, 151645), 1e-6, {1e6}),
+    "Qwen3.5-0.8B": (262144, (248044, 248046), 1e-6, {1e7}),
     "Qwen3.5-122B-A10B": (262144, (248044, 248046), 1e-6, {1e7}),
+    "Qwen3.5-35B-A3B": (262144, (248044, 248046), 1e-6, {1e7}),
     "Qwen3.5-4B": (262144, (248044, 248046), 1e-6, {1e7}),
     "SmolLM2-135M-Instruct": (8192, (2,), 1e-5, {1e5}),
     "gemma-4-12B-it": (262144, (1, 50, 106), 1e-6, {1e4, 1e6}),
@@ -185,7 +199,7 @@ def test_routers_and_ropes() -> None:
     assert (minimax.sparse.router.score, minimax.sparse.router.normalise) == ("sigmoid", True)
     qwen = last("Qwen3-30B-A3B").sparse.router
     assert (qwen.score, qwen.normalise) == ("softmax", True)
-    for name in ("Qwen3.5-4B", "Qwen3.5-122B-A10B"):
+    for name in ("Qwen3.5-0.8B", "Qwen3.5-35B-A3B", "Qwen3.5-4B", "Qwen3.5-122B-A10B"):
         (rope,) = last(name).ropes
         assert (rope.kind, rope.dims) == ("default", 64)
     for name in (name for name in catalog.names() if name.startswith("gemma-4")):

@@ -22,14 +22,19 @@ from specjax.targets.describe import (
 
 STATE = 64 * 128 * 128 * 4 + 3 * (2 * 16 + 64) * 128 * 2  # a delta-net layer of 122B-A10B
 SMALL_STATE = 32 * 128 * 128 * 4 + 3 * (2 * 16 + 32) * 128 * 2
+TINY_STATE = 16 * 128 * 128 * 4 + 3 * (2 * 16 + 16) * 128 * 2
 # name -> (layers by kind, bytes per token, fixed bytes per row)
 EXPECTED = {
     "DeepSeek-V3": ("61 latent", 61 * (512 + 64) * 2, 0),
     "Kimi-K2.5": ("61 latent", 61 * (512 + 64) * 2, 0),
     "MiniMax-M2.5": ("62 full", 62 * 2 * 8 * 128 * 2, 0),
+    "Qwen3-14B": ("40 full", 40 * 2 * 8 * 128 * 2, 0),
     "Qwen3-30B-A3B": ("48 full", 48 * 2 * 4 * 128 * 2, 0),
+    "Qwen3-4B": ("36 full", 36 * 2 * 8 * 128 * 2, 0),
     "Qwen3-8B": ("36 full", 36 * 2 * 8 * 128 * 2, 0),
+    "Qwen3.5-0.8B": ("6 full, 18 recurrent", 6 * 2 * 2 * 256 * 2, 18 * TINY_STATE),
     "Qwen3.5-122B-A10B": ("12 full, 36 recurrent", 12 * 2 * 2 * 256 * 2, 36 * STATE),
+    "Qwen3.5-35B-A3B": ("10 full, 30 recurrent", 10 * 2 * 2 * 256 * 2, 30 * SMALL_STATE),
     "Qwen3.5-4B": ("8 full, 24 recurrent", 8 * 2 * 4 * 256 * 2, 24 * SMALL_STATE),
     "SmolLM2-135M-Instruct": ("30 full", 30 * 2 * 3 * 64 * 2, 0),
     "gemma-4-12B-it": (
@@ -57,6 +62,7 @@ EXPERTS = {
     "MiniMax-M2.5": (62, 8, 256),
     "Qwen3-30B-A3B": (48, 8, 128),
     "Qwen3.5-122B-A10B": (48, 8, 256),
+    "Qwen3.5-35B-A3B": (40, 8, 256),
     "gemma-4-26B-A4B-it": (30, 8, 128),
 }
 TINY = {

@@ -35,6 +35,7 @@ from specjax.heads.eagle3.network import (
 )
 from specjax.layers.attention import KeyBlock
 from specjax.layers.blocks.dense import BlockConfig
+from specjax.layers.blocks.geometry import Geometry, PlainGeometry
 from specjax.layers.cache import full
 from specjax.targets.base import TargetInfo
 
@@ -61,7 +62,7 @@ class Eagle3Head:
     """An EAGLE-3 head without its weights: hashable, equal by value.
 
     Attributes:
-        block: sizes of its layer; the attention reads twice the width.
+        geometry: its layer, plain or Gemma 4's; the attention reads twice the width.
         config: taps, switches of the network, and how it is trained.
         vocab: size of the target's vocabulary.
         draft_vocab: how many tokens it can draft.
@@ -73,9 +74,11 @@ class Eagle3Head:
         layout: the published form it is read from and written in.
         target_layers: layers of the target.
         max_context: longest context it is meant for; 0 if unknown.
+        embed_scale: factor on embeddings, as the target has it.
+        softcap: of the logits, as the target has it; None for none.
     """
 
-    block: BlockConfig
+    geometry: Geometry
     config: Eagle3Config
     vocab: int
     draft_vocab: int
@@ -87,6 +90,8 @@ class Eagle3Head:
     layout: Layout
     target_layers: int
     max_context: int = 0
+    embed_scale: float = 1.0
+    softcap: float | None = None
 
     name: ClassVar[str] = "eagle3"
     reads: ClassVar[tuple[int, ...]] = ()
@@ -142,7 +147,7 @@ class Eagle3Head:
         if has_extra_norms(config):
             layout = "speculators"
         return cls(
-            block=sized,
+            geometry=PlainGeometry(sized),
             config=dataclasses.replace(config, taps=taps),
             vocab=info.vocab,
             draft_vocab=info.vocab if draft_vocab is None else draft_vocab,
@@ -154,6 +159,8 @@ class Eagle3Head:
             layout=layout,
             target_layers=info.num_layers,
             max_context=info.max_context,
+            embed_scale=info.embed_scale,
+            softcap=info.softcap,
         )
 
     def __post_init__(self) -> None:
@@ -175,7 +182,10 @@ class Eagle3Head:
 
     def trainable(self) -> Eagle3Weights:
         """Return which weights training changes: a tree of bools like the weights."""
-        every = map_specs(lambda spec: not spec.dtype, self.specs())
+        # Gemma's layer_scalar is stored, not trained.
+        every = map_specs(
+            lambda spec: not spec.dtype and not spec.hf.endswith("layer_scalar"), self.specs()
+        )
         return dataclasses.replace(
             every,
             embedding=False if self.own_embedding else None,
@@ -220,11 +230,11 @@ class Eagle3Head:
 
     def init_state(self, batch: int, capacity: int, dtype: str = "float32") -> Eagle3State:
         """Return the state before any token."""
-        b = self.block
+        kv_heads, *sizes = self.geometry.sizes
         return Eagle3State(
-            cache=full.empty(batch, b.kv_heads, capacity, b.head_dim, b.head_dim, dtype),
+            cache=full.empty(batch, kv_heads, capacity, *sizes, dtype),
             lengths=jnp.zeros((batch,), jnp.int32),
-            hidden=jnp.zeros((batch, b.hidden), jnp.float32),
+            hidden=jnp.zeros((batch, self.geometry.hidden), jnp.float32),
         )
 
     def observe(

@@ -33,10 +33,14 @@ from specjax.heads.eagle3.head import (
 from specjax.heads.eagle3.network import Eagle3Weights
 from specjax.io.hf import TensorReader, load_params, read_config, resolve, save_checkpoint
 from specjax.layers.blocks.dense import BlockConfig
+from specjax.layers.blocks.gemma4 import Gemma4Layer
+from specjax.layers.blocks.gemma4_config import read_layers
+from specjax.layers.blocks.geometry import Gemma4Geometry, Geometry, PlainGeometry
 from specjax.targets.base import TargetInfo
 
 Shapes = Mapping[str, tuple[int, ...]]
 _TAPS = "eagle_aux_hidden_state_layer_ids"
+_EMBED_SCALE = "specjax_embed_scale"  # our own word for what the layouts cannot say
 _NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _ARCHITECTURES: Mapping[Layout, str] = {
     "safeai": "LlamaForCausalLMEagle3",
@@ -131,30 +135,30 @@ def read_head(
             f"{where}: architectures {config.get('architectures')} is not an EAGLE-3 head"
         )
     body = config.get("transformer_layer_config", {}) if layout == "speculators" else config
-    if str(body.get("model_type", "")).startswith("gemma"):
-        raise CheckpointError(f"{where}: Gemma layers in an EAGLE-3 head are not supported")
     if (layers := body.get("num_hidden_layers", 1)) != 1:
         raise CheckpointError(f"{where}: {layers} draft layers; an EAGLE-3 head has 1 here")
     if layout == "safeai" and config.get("norm_output") is False:
         raise CheckpointError(f"{where}: norm_output false (no final norm) is not supported")
-    block = _read_block(body, shapes, "midlayer." if layout == "safeai" else "layers.0.")
-    target_hidden = config.get("target_hidden_size") or block.hidden
+    prefix = "midlayer." if layout == "safeai" else "layers.0."
+    geometry = _read_geometry(body, shapes, prefix, where)
+    gemma, hidden = isinstance(geometry, Gemma4Geometry), geometry.hidden
+    target_hidden = config.get("target_hidden_size") or hidden
     _check_sizes(target_hidden, body.get("vocab_size"), info, where)
     taps = _read_taps(layout, config, info, where)
     own_embedding = "embed_tokens.weight" in shapes
-    if block.hidden != info.hidden and not own_embedding:
+    if hidden != info.hidden and not own_embedding:
         raise PairingError(
-            f"{where} is {block.hidden} wide and stores no embedding; the target's is {info.hidden}"
+            f"{where} is {hidden} wide and stores no embedding; the target's is {info.hidden}"
         )
     draft_vocab, mapped = _read_vocabulary(config, shapes, info.vocab, where)
     own_output = "lm_head.weight" in shapes
     if not own_output:
-        _check_borrowing(config, draft_vocab, own_embedding, block.hidden, info, where)
+        _check_borrowing(config, draft_vocab, own_embedding, hidden, info, where)
     flags = _NORMS if layout == "speculators" else _NORMS[:3]
     settings: dict[str, Any] = {name: bool(config.get(name)) for name in flags}
     settings |= {name: config[name] for name in ("ttt_length", "step_loss_decay") if name in config}
     return Eagle3Head(
-        block=block,
+        geometry=geometry,
         config=Eagle3Config(taps=taps, **settings),
         vocab=info.vocab,
         draft_vocab=draft_vocab,
@@ -166,7 +170,25 @@ def read_head(
         layout=layout,
         target_layers=info.num_layers,
         max_context=body.get("max_position_embeddings") or 0,
+        # Heads with Gemma's layers embed as Gemma does; others say so themselves, or do not.
+        embed_scale=float(config.get(_EMBED_SCALE) or (hidden**0.5 if gemma else 1.0)),
+        softcap=body.get("final_logit_softcapping"),
     )
+
+
+def _read_geometry(body: Mapping[str, Any], shapes: Shapes, prefix: str, where: str) -> Geometry:
+    """Read the layer: Gemma 4's full-attention one, or a plain one."""
+    if not str(body.get("model_type", "")).startswith("gemma"):
+        return PlainGeometry(_read_block(body, shapes, prefix))
+    (layer,) = read_layers(body)
+    plain = layer.sparse is None and not layer.inputs and not layer.attention.shared
+    if not plain or layer.attention.window is not None:
+        raise CheckpointError(
+            f"{where}: a Gemma layer of an EAGLE-3 head has full attention, no experts, no inputs"
+            " of its own and keys of its own"
+        )
+    doubled = dataclasses.replace(layer.attention, inputs=2 * layer.attention.hidden)
+    return Gemma4Geometry(dataclasses.replace(layer, attention=doubled))
 
 
 def _read_block(body: Mapping[str, Any], shapes: Shapes, prefix: str) -> BlockConfig:
@@ -263,13 +285,58 @@ def write_config(head: Eagle3Head) -> dict[str, Any]:
     """
     if head.layout != "speculators" and has_extra_norms(head.config):
         raise PairingError(f"the {head.layout} layout cannot express {', '.join(_NORMS)}")
-    block, rope = head.block, head.block.rope
+    body = (
+        _plain_body(head, head.geometry.block)
+        if isinstance(head.geometry, PlainGeometry)
+        else _gemma_body(head.geometry.layer)
+    )
+    body |= {"vocab_size": head.vocab, "tie_word_embeddings": False, "num_hidden_layers": 1}
+    if head.max_context:
+        body["max_position_embeddings"] = head.max_context
+    if head.softcap is not None:
+        body["final_logit_softcapping"] = head.softcap
+    gemma = isinstance(head.geometry, Gemma4Geometry)
+    usual = head.geometry.hidden**0.5 if gemma else 1.0
+    said = {} if head.embed_scale == usual else {_EMBED_SCALE: head.embed_scale}
+    architecture = "Gemma4Eagle3Model" if gemma else _ARCHITECTURES[head.layout]
+    return {"architectures": [architecture], **_write_own(head, body), **said}
+
+
+def _gemma_body(layer: Gemma4Layer) -> dict[str, Any]:
+    """Return the keys of a Gemma 4 layer with full attention."""
+    attention, rope = layer.attention, layer.attention.rope
+    return {
+        "model_type": "gemma4_text",
+        "hidden_size": attention.hidden,
+        "intermediate_size": layer.mlp,
+        "num_attention_heads": attention.heads,
+        "num_key_value_heads": attention.kv_heads,
+        "head_dim": attention.head_dim,
+        "global_head_dim": attention.head_dim,
+        "num_global_key_value_heads": attention.kv_heads,
+        "attention_k_eq_v": attention.value_is_key,
+        "attention_bias": attention.bias,
+        "layer_types": ["full_attention"],
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rms_norm_eps": attention.eps,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": rope.kind,
+                "rope_theta": rope.theta,
+                **dict(rope.scaling),
+            }
+        },
+    }
+
+
+def _plain_body(head: Eagle3Head, block: BlockConfig) -> dict[str, Any]:
+    """Return the keys of a plain layer."""
+    rope = block.rope
     scaling = {"rope_type": rope.kind, **dict(rope.scaling)}
     body: dict[str, Any] = {
         "model_type": "qwen3" if block.qk_norm else "llama",
         "hidden_size": block.hidden,
         "intermediate_size": block.mlp,
-        "num_hidden_layers": 1,
         "num_attention_heads": block.heads,
         "num_key_value_heads": block.kv_heads,
         "head_dim": block.head_dim,
@@ -277,11 +344,7 @@ def write_config(head: Eagle3Head) -> dict[str, Any]:
         "rms_norm_eps": block.eps,
         "attention_bias": block.attention_bias,
         "mlp_bias": block.mlp_bias,
-        "vocab_size": head.vocab,
-        "tie_word_embeddings": False,
     }
-    if head.max_context:
-        body["max_position_embeddings"] = head.max_context
     if rope.dims != block.head_dim:
         body["partial_rotary_factor"] = rope.dims / block.head_dim
     if head.layout == "safeai":
@@ -289,7 +352,7 @@ def write_config(head: Eagle3Head) -> dict[str, Any]:
         body["rope_scaling"] = None if rope.kind == "default" else scaling
     else:
         body["rope_parameters"] = {"rope_theta": rope.theta, **scaling}
-    return {"architectures": [_ARCHITECTURES[head.layout]], **_write_own(head, body)}
+    return body
 
 
 def _write_own(head: Eagle3Head, body: dict[str, Any]) -> dict[str, Any]:
@@ -308,7 +371,7 @@ def _write_own(head: Eagle3Head, body: dict[str, Any]) -> dict[str, Any]:
         return {
             **body,
             "draft_vocab_size": head.draft_vocab,
-            **({} if head.target_hidden == head.block.hidden else _width(head)),
+            **({} if head.target_hidden == head.geometry.hidden else _width(head)),
             **({} if usual else {_TAPS: list(head.taps)}),
         }
     greedy = {

@@ -29,7 +29,7 @@ from specjax.heads.eagle3.network import (
 )
 from specjax.layers import losses
 from specjax.layers.attention import KeyBlock, OwnKey, causal_mask
-from specjax.layers.linear import linear_f32
+from specjax.layers.linear import capped, linear_f32
 from specjax.layers.sampling import overlap
 
 if TYPE_CHECKING:
@@ -142,6 +142,7 @@ def teach(
     output: Float[Array, "V H"],
     hidden: Float[Array, "B R H"],
     kept: Int[Array, " Vd"] | None,
+    softcap: float | None = None,
 ) -> Teacher:
     """Compute the target's distributions, without a gradient.
 
@@ -150,7 +151,7 @@ def teach(
     """
 
     def some(x: Float[Array, "R H"]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        logits = linear_f32(x, output)
+        logits = capped(linear_f32(x, output), softcap)
         shown = logits if kept is None else logits[:, kept]
         return shown, jax.nn.logsumexp(logits, axis=-1), jnp.argmax(logits, axis=-1)
 
@@ -316,7 +317,7 @@ def training_loss(
     `accuracy_s` and `acceptance_s`. A batch without supervised tokens gives 0.
     """
     rows = rows_of(batch, head.config.mask_shift)
-    teacher = teach(borrowed.output, rows.hidden, kept_ids(params))
+    teacher = teach(borrowed.output, rows.hidden, kept_ids(params), head.softcap)
     steps = unroll(head, params, borrowed, rows, teacher)
     greedy, probabilistic = chain_lengths(steps)
     metrics = {

@@ -20,16 +20,10 @@ from jaxtyping import Array, Float, Int
 from specjax.core.params import ParamSpec
 from specjax.heads.base import Borrowed
 from specjax.layers.attention import KeyBlock, OwnKey, attend
-from specjax.layers.blocks.dense import (
-    AttentionWeights,
-    BlockConfig,
-    MlpWeights,
-    mlp,
-    norm_spec,
-    project_qkv,
-)
+from specjax.layers.blocks.dense import norm_spec
+from specjax.layers.blocks.geometry import Geometry
 from specjax.layers.embedding import lookup
-from specjax.layers.linear import linear, linear_f32
+from specjax.layers.linear import capped, linear, linear_f32
 from specjax.layers.norm import rms_norm
 from specjax.layers.rope import rope_tables
 
@@ -41,23 +35,22 @@ Weight = Any
 
 @struct.dataclass
 class Eagle3Layer:
-    """The head's only decoder layer; its attention reads 2H inputs."""
+    """The head's only decoder layer; its attention reads 2H inputs.
 
-    attention: AttentionWeights
-    mlp: MlpWeights
-    input_norm: Weight
+    Attributes:
+        body: `LayerWeights`, or `Gemma4Weights`; its input norm is for embeddings.
+        hidden_norm: `[H]` for states.
+    """
+
+    body: Any
     hidden_norm: Weight
-    post_norm: Weight
 
     @classmethod
-    def abstract(cls, block: BlockConfig, prefix: str) -> Eagle3Layer:
+    def abstract(cls, geometry: Geometry, prefix: str) -> Eagle3Layer:
         """Return the specs under the layout's prefix, `midlayer.` or `layers.0.`."""
         return cls(
-            attention=AttentionWeights.abstract(block, f"{prefix}self_attn."),
-            mlp=MlpWeights.abstract(block.hidden, block.mlp, f"{prefix}mlp.", block.mlp_bias),
-            input_norm=norm_spec(block.hidden, f"{prefix}input_layernorm.weight"),
-            hidden_norm=norm_spec(block.hidden, f"{prefix}hidden_norm.weight"),
-            post_norm=norm_spec(block.hidden, f"{prefix}post_attention_layernorm.weight"),
+            body=geometry.abstract(prefix),
+            hidden_norm=norm_spec(geometry.hidden, f"{prefix}hidden_norm.weight"),
         )
 
 
@@ -90,7 +83,7 @@ class Eagle3Weights:
 
 def weight_specs(head: Eagle3Head) -> Eagle3Weights:
     """Return the head's weight table under the names of its layout."""
-    hidden, taps, wide = head.block.hidden, len(head.taps), head.target_hidden
+    hidden, taps, wide = head.geometry.hidden, len(head.taps), head.target_hidden
     config = head.config
     prefix = "midlayer." if head.layout == "safeai" else "layers.0."
 
@@ -108,7 +101,7 @@ def weight_specs(head: Eagle3Head) -> Eagle3Weights:
     fc_norm = tuple(vector(f"fc_norm.{i}", wide) for i in range(taps))
     return Eagle3Weights(
         fc=ParamSpec((hidden, taps * wide), ("embed", None), "fc.weight"),
-        layer=Eagle3Layer.abstract(head.block, prefix),
+        layer=Eagle3Layer.abstract(head.geometry, prefix),
         norm=norm_spec(hidden, "norm.weight"),
         input_norm=vector("input_norm", taps * wide) if config.norm_before_fc else None,
         fc_norm=fc_norm if config.fc_norm else None,
@@ -133,11 +126,11 @@ def fuse(
     taps = taps.astype(params.fc.dtype)
     chunks = [taps[i] for i in range(len(head.taps))]
     if params.fc_norm is not None:
-        eps = head.block.eps
+        eps = head.geometry.eps
         chunks = [rms_norm(x, w, eps) for x, w in zip(chunks, params.fc_norm, strict=True)]
     joined = jnp.concatenate(chunks, axis=-1)
     if params.input_norm is not None:
-        joined = rms_norm(joined, params.input_norm, head.block.eps)
+        joined = rms_norm(joined, params.input_norm, head.geometry.eps)
     return linear(joined, params.fc)
 
 
@@ -150,13 +143,17 @@ def layer_inputs(
     positions: Int[Array, "B T"],
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Return (residual `[B, T, H]`, queries, keys, values) of pairs (state, next token)."""
-    layer, eps = params.layer, head.block.eps
+    layer, geometry = params.layer, head.geometry
     table = borrowed.embedding if params.embedding is None else params.embedding
-    embedded = rms_norm(lookup(table, tokens).astype(h.dtype), layer.input_norm, eps)
-    normed = rms_norm(h, layer.hidden_norm, eps)
+    rows = lookup(table, tokens)
+    if head.embed_scale != 1.0:
+        rows = rows * jnp.asarray(head.embed_scale, rows.dtype)
+    embedded = rms_norm(rows.astype(h.dtype), layer.body.input_norm, geometry.eps)
+    normed = rms_norm(h, layer.hidden_norm, geometry.eps)
     joined = jnp.concatenate([embedded, normed], axis=-1)
-    cos, sin = rope_tables(head.block.rope, positions)
-    q, k, v = project_qkv(layer.attention, head.block, joined, cos, sin)
+    tables = rope_tables(geometry.rope, positions)
+    q = geometry.queries(layer.body, joined, tables)
+    k, v = geometry.keys(layer.body, joined, tables)
     return normed if head.config.norm_before_residual else h, q, k, v
 
 
@@ -169,22 +166,21 @@ def layer_output(
     keep: jax.Array | None = None,
 ) -> Float[Array, "B T H"]:
     """Attend, add, and run the MLP; where `keep` `[B, T]` is off the attention gives nothing."""
-    attention = params.layer.attention
-    mixed = linear(attend(q, blocks, head.block.head_dim**-0.5), attention.o, attention.o_bias)
+    body, geometry = params.layer.body, head.geometry
+    mixed = geometry.output(body, attend(q, blocks, geometry.scale))
     if keep is not None:
         mixed = jnp.where(keep[..., None], mixed, 0)
-    x = residual + mixed
-    return x + mlp(params.layer.mlp, rms_norm(x, params.layer.post_norm, head.block.eps))
+    return geometry.finish(body, residual, mixed)
 
 
 def carry(head: Eagle3Head, params: Eagle3Weights, out: Float[Array, "*B H"]) -> jax.Array:
     """Turn a step's output into the state of the next step."""
-    return rms_norm(out, params.norm, head.block.eps) if head.config.norm_output else out
+    return rms_norm(out, params.norm, head.geometry.eps) if head.config.norm_output else out
 
 
 def draft_logits(
     head: Eagle3Head, params: Eagle3Weights, borrowed: Borrowed, out: Float[Array, "*B H"]
 ) -> Float[Array, "*B Vd"]:
-    """Return float32 logits over what the head can draft."""
+    """Return float32 logits over what the head can draft, soft-capped where the target's are."""
     output = borrowed.output if params.output is None else params.output
-    return linear_f32(rms_norm(out, params.norm, head.block.eps), output)
+    return capped(linear_f32(rms_norm(out, params.norm, head.geometry.eps), output), head.softcap)

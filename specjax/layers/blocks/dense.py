@@ -24,6 +24,7 @@ from specjax.layers.cache.full import FullCache, FullKind
 from specjax.layers.context import Context
 from specjax.layers.linear import linear
 from specjax.layers.norm import rms_norm
+from specjax.layers.packing import Packing, spread
 from specjax.layers.rope import RopeConfig, apply_rope
 
 Weight = Any  # ParamSpec, jax.Array, ShapeDtypeStruct, or None where the weight does not exist
@@ -224,13 +225,18 @@ def project_qkv(
     x: Float[Array, "B T I"],
     cos: Float[Array, "B T R"],
     sin: Float[Array, "B T R"],
+    packing: Packing | None = None,
 ) -> tuple[Float[Array, "B M T D"], Float[Array, "B N T D"], Float[Array, "B N T D"]]:
-    """Project to (queries, keys, values), heads before positions, norm and rope applied."""
+    """Project to (queries, keys, values), heads before positions, norm and rope applied.
+
+    With a `packing` x is `[1, N, I]`.
+    """
 
     def heads(w: Weight, bias: Weight, norm: Weight = None) -> jax.Array:
         y = linear(x, w, bias)
         if norm is not None and config.whole_norm:
             y = rms_norm(y, norm, config.eps)
+        y = spread(packing, y)
         y = y.reshape(*y.shape[:-1], -1, config.head_dim)
         if norm is not None and not config.whole_norm:
             y = rms_norm(y, norm, config.eps)
@@ -254,12 +260,12 @@ def attention(
     Returns:
         (`[B, T, H]`, (keys, values)) with the new keys and values `[B, N, T, D]`.
     """
-    q, k, v = project_qkv(weights, config, x, *ctx.rope(config.rope))
+    q, k, v = project_qkv(weights, config, x, *ctx.rope(config.rope), ctx.packing)
     cached = [] if entry is None else [config.cache.read(entry, ctx.lengths, ctx.positions)]
     kind = k.dtype if entry is None else entry.k.dtype  # one dtype, as they will be cached
     blocks = [*cached, KeyBlock(k.astype(kind), v.astype(kind), ctx.causal)]
     mixed = ctx.attend(q, blocks, config.head_dim**-0.5)
-    return linear(mixed, weights.o, weights.o_bias), (k, v)
+    return linear(ctx.pack(mixed), weights.o, weights.o_bias), (k, v)
 
 
 def mlp(weights: MlpWeights, x: Float[Array, "B T H"]) -> Float[Array, "B T H"]:

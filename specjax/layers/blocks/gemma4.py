@@ -32,6 +32,7 @@ from specjax.layers.context import Context
 from specjax.layers.gelu import gelu_tanh
 from specjax.layers.linear import linear
 from specjax.layers.norm import rms_norm
+from specjax.layers.packing import Packing, pack, spread
 from specjax.layers.rope import RopeConfig, apply_rope
 
 Weight = Any
@@ -53,6 +54,7 @@ class Gemma4Attention:
         shared: it has no keys and values of its own.
         value_is_key: values are the raw keys, there is no v_proj.
         bias: biases on q, k, v and o.
+        inputs: width of the attention's input, 0 for `hidden`.
     """
 
     hidden: int
@@ -65,6 +67,7 @@ class Gemma4Attention:
     shared: bool = False
     value_is_key: bool = False
     bias: bool = False
+    inputs: int = 0
 
     @property
     def label(self) -> str:
@@ -97,7 +100,7 @@ class Gemma4AttentionWeights:
     def abstract(cls, config: Gemma4Attention, prefix: str) -> Gemma4AttentionWeights:
         """Return the specs under the published prefix, e.g. `model.layers.0.self_attn.`."""
         wide, narrow = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        specs: dict[str, ParamSpec] = {}
+        inputs, specs = config.inputs or config.hidden, dict[str, ParamSpec]()
 
         def matrix(name: str, out: int, into: int, axes: tuple[str, str]) -> None:
             published = f"{prefix}{name}_proj"
@@ -110,21 +113,21 @@ class Gemma4AttentionWeights:
         def norm(name: str) -> None:
             specs[name] = ParamSpec((config.head_dim,), (None,), f"{prefix}{name}.weight", "ones")
 
-        matrix("q", wide, config.hidden, ("heads", "embed"))
+        matrix("q", wide, inputs, ("heads", "embed"))
         matrix("o", config.hidden, wide, ("embed", "heads"))
         norm("q_norm")
         if not config.shared:
-            matrix("k", narrow, config.hidden, ("kv_heads", "embed"))
+            matrix("k", narrow, inputs, ("kv_heads", "embed"))
             norm("k_norm")
             if not config.value_is_key:
-                matrix("v", narrow, config.hidden, ("kv_heads", "embed"))
+                matrix("v", narrow, inputs, ("kv_heads", "embed"))
         return cls(**specs)
 
 
 def _heads(
-    config: Gemma4Attention, x: jax.Array, w: Weight, bias: Weight
+    config: Gemma4Attention, x: jax.Array, w: Weight, bias: Weight, packing: Packing | None
 ) -> Float[Array, "B N T D"]:
-    y = linear(x, w, bias)
+    y = spread(packing, linear(x, w, bias))
     return y.reshape(*y.shape[:-1], -1, config.head_dim).transpose(0, 2, 1, 3)
 
 
@@ -134,9 +137,10 @@ def project_queries(
     x: Float[Array, "B T H"],
     cos: Float[Array, "B T R"],
     sin: Float[Array, "B T R"],
+    packing: Packing | None = None,
 ) -> Float[Array, "B M T D"]:
-    """Project to queries, norm and rope applied."""
-    q = _heads(config, x, weights.q, weights.q_bias)
+    """Project to queries, norm and rope applied; with a `packing` x is `[1, N, H]`."""
+    q = _heads(config, x, weights.q, weights.q_bias, packing)
     return apply_rope(rms_norm(q, weights.q_norm, config.eps), cos, sin)
 
 
@@ -146,10 +150,14 @@ def project_keys(
     x: Float[Array, "B T H"],
     cos: Float[Array, "B T R"],
     sin: Float[Array, "B T R"],
+    packing: Packing | None = None,
 ) -> tuple[Float[Array, "B N T D"], Float[Array, "B N T D"]]:
-    """Project to (keys, values); values get a norm without weight, and no rope."""
-    k = _heads(config, x, weights.k, weights.k_bias)
-    v = k if config.value_is_key else _heads(config, x, weights.v, weights.v_bias)
+    """Project to (keys, values); values get a norm without weight, and no rope.
+
+    With a `packing` x is `[1, N, H]`.
+    """
+    k = _heads(config, x, weights.k, weights.k_bias, packing)
+    v = k if config.value_is_key else _heads(config, x, weights.v, weights.v_bias, packing)
     k = apply_rope(rms_norm(k, weights.k_norm, config.eps), cos, sin)
     return k, rms_norm(v, None, config.eps)
 
@@ -170,9 +178,10 @@ def mix(
     q: Float[Array, "B M T D"],
     blocks: Sequence[KeyBlock],
     attend: Callable[..., jax.Array],
-) -> Float[Array, "B T H"]:
-    """Attend to `blocks`, scores unscaled, and project back."""
-    return linear(attend(q, blocks, 1.0), weights.o, weights.o_bias)
+    packing: Packing | None = None,
+) -> Float[Array, "b t H"]:
+    """Attend to `blocks`, scores unscaled, and project back; with a `packing` to `[1, N, H]`."""
+    return linear(pack(packing, attend(q, blocks, 1.0)), weights.o, weights.o_bias)
 
 
 def attention(
@@ -188,11 +197,13 @@ def attention(
         (`[B, T, H]`, the new keys and values `[B, N, T, D]`, None for a layer without its own).
     """
     tables = ctx.rope(config.rope)
-    q = project_queries(weights, config, x, *tables)
+    q = project_queries(weights, config, x, *tables, ctx.packing)
     if config.shared:
-        return mix(weights, q, visible(config, ctx, *ctx.shared[config.label]), ctx.attend), None
-    new = project_keys(weights, config, x, *tables)
-    return mix(weights, q, visible(config, ctx, entry, new), ctx.attend), new
+        seen, new = visible(config, ctx, *ctx.shared[config.label]), None
+    else:
+        new = project_keys(weights, config, x, *tables, ctx.packing)
+        seen = visible(config, ctx, entry, new)
+    return mix(weights, q, seen, ctx.attend, ctx.packing), new
 
 
 @struct.dataclass

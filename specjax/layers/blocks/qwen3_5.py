@@ -120,7 +120,7 @@ def gated_attention(
     dim, (cos, sin) = config.head_dim, ctx.rope(config.rope)
 
     def heads(w: Weight, bias: Weight, size: int) -> jax.Array:
-        y = linear(x, w, bias)
+        y = ctx.spread(linear(x, w, bias))
         return y.reshape(*y.shape[:-1], -1, size).swapaxes(1, 2)
 
     q, gate = jnp.split(heads(weights.q, weights.q_bias, 2 * dim), 2, axis=-1)
@@ -132,7 +132,8 @@ def gated_attention(
     blocks = [*cached, KeyBlock(k.astype(kind), v.astype(kind), ctx.causal)]
     mixed = ctx.attend(q, blocks, dim**-0.5)
     gate = jax.nn.sigmoid(gate.astype(jnp.float32)).swapaxes(1, 2).reshape(mixed.shape)
-    return linear((mixed * gate).astype(x.dtype), weights.o, weights.o_bias), (k, v)
+    mixed = ctx.pack((mixed * gate).astype(x.dtype))
+    return linear(mixed, weights.o, weights.o_bias), (k, v)
 
 
 def _run(
@@ -187,7 +188,9 @@ class DeltaNetLayer:
         del index
 
         def mixer(normed: jax.Array) -> tuple[jax.Array, RecurrentUpdate]:
-            return delta_net(weights.mixer, self.mixer, normed, ctx.valid, entry)
+            return delta_net(
+                weights.mixer, self.mixer, normed, ctx.valid, entry, packing=ctx.packing
+            )
 
         return _run(weights, self.feed_forward, self.mixer.eps, x, mixer)
 

@@ -120,14 +120,14 @@ def test_head_dim_is_never_hidden_over_heads(stated: bool, tmp_path: Path) -> No
     params = head.init(
         jax.random.key(0), cases.tiny_borrowed(vocab=97, hidden=64), np.arange(0, 96, 3)
     )
-    assert params.layer.attention.q.shape == (128, 128)
+    assert params.layer.body.attention.q.shape == (128, 128)
     heads.save(head, params, tmp_path)
     if not stated:
         config = read_config(tmp_path)
         del config["head_dim"]
         write_json(config, tmp_path / "config.json")
     again, _ = heads.load(tmp_path, facts)
-    assert again.block.head_dim == 32
+    assert again.geometry.block.head_dim == 32
     assert again == head
 
 
@@ -209,7 +209,11 @@ def test_a_tied_target_does_not_tie_the_head(tmp_path: Path) -> None:  # F34
     assert read_config(root)["tie_word_embeddings"] is False
     copied = altered(root, tmp_path / "b", {"tie_word_embeddings": True})
     again, reloaded = heads.load(copied, TINY)
-    assert (again.block, again.draft_vocab, again.own_output) == (head.block, 32, True)
+    assert (again.geometry.block, again.draft_vocab, again.own_output) == (
+        head.geometry.block,
+        32,
+        True,
+    )
     np.testing.assert_array_equal(params.output, reloaded.output)
     assert reloaded.output.shape == (32, 16)
 
@@ -246,7 +250,7 @@ def test_all_missing_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
     )
     with pytest.raises(CheckpointError) as error:
         heads.load(root, cases.info())
-    for part in ("missing norm.weight", "midlayer.mlp.up_proj.weight", "fc.weight has shape"):
+    for part in ("missing norm.weight", "midlayer.body.mlp.up_proj.weight", "fc.weight has shape"):
         assert part in str(error.value)
 
 
