@@ -25,6 +25,8 @@ REGISTRY: dict[str, str | Callable[..., Any]] = {
     "Optim": "specjax.training.config:OptimConfig",
     "Data": "specjax.training.config:DataConfig",
     "Ngram": "specjax.heads.plain_config:NgramConfig",
+    "Objective": "specjax.heads.objective_config:Objective",
+    "DFlash": "specjax.heads.dflash.config:DFlashConfig",
     "Eagle3": "specjax.heads.eagle3.config:Eagle3Config",
 }
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from scripts.fixture_checks import eagle3, losses, targets, verification
+from scripts.fixture_checks import blocks, eagle3, losses, scheduler, targets, verification
 from scripts.fixture_checks.fixture import Fixture
 from scripts.fixture_checks.outcome import Outcome
 
 CHECKS: dict[str, Callable[[Fixture], Outcome]] = {
     "target": targets.compute,
     "eagle3": eagle3.compute,
+    "dflash": blocks.compute,
+    "dspark": blocks.compute,
     "lossless speculative verification": verification.compute,
     "distillation losses": losses.compute,
+    "confidence-scheduled verification": scheduler.compute,
 }
 
 

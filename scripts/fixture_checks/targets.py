@@ -117,7 +117,7 @@ def greedy(target: Target, params: Any, prompts: np.ndarray, count: int) -> dict
         weights: engine_round.Weights, state: engine_round.RoundState
     ) -> tuple[jax.Array, engine_round.RoundState]:
         proposal = engine_round.propose(decoder, weights, state)
-        width = engine_round.schedule(decoder, state)
+        width, _ = engine_round.schedule(decoder, weights, state, proposal)
         _, _, logits = engine_round.forward(decoder, weights, state, proposal, width)
         return logits[:, 0], engine_round.one_round(decoder, weights, state)
 

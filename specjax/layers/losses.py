@@ -18,7 +18,8 @@ from specjax.layers import sampling
 
 Term = Callable[[jax.Array, jax.Array], jax.Array]
 _SMALLEST_OVERLAP = 1e-5
-_MASK_EPSILON = 1e-5
+MASK_EPSILON = 1e-5
+"""What speculators adds to the count of slots it divides by."""
 
 
 def _log_probs(logits: jax.Array) -> jax.Array:
@@ -40,6 +41,13 @@ def soft_cross_entropy(
     """Return `-sum p log q` for target probabilities that sum to one."""
     draft = draft.astype(jnp.float32)
     return jax.nn.logsumexp(draft, axis=-1) - jnp.sum(probs * draft, axis=-1)
+
+
+def hard_cross_entropy(draft: Float[Array, "*B V"], labels: Int[Array, "*B"]) -> Float[Array, "*B"]:
+    """Return `-log q[label]`."""
+    draft = draft.astype(jnp.float32)
+    picked = jnp.take_along_axis(draft, labels[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(draft, axis=-1) - picked
 
 
 def kl_div(draft: Float[Array, "*B V"], target: Float[Array, "*B V"]) -> Float[Array, "*B"]:
@@ -147,11 +155,17 @@ def dpace_weights(
         mask: supervised slots.
         alpha: smoothing; 1 makes every slot as good as certain.
     """
-    on = mask.astype(jnp.float32)
+    return jnp.where(mask, dpace_suffix(cross_entropy, mask, alpha), 0.0)
+
+
+def dpace_suffix(
+    cross_entropy: Float[Array, "*B N K"], mask: Bool[Array, "*B N K"], alpha: float = 0.5
+) -> Float[Array, "*B N K"]:
+    """Return `sum_{j >= k} mask_j P_j` of `dpace_weights`, unsupervised slots too."""
     kept = jnp.where(mask, jax.lax.stop_gradient(cross_entropy), 0.0)
     share = jnp.where(mask, (1.0 - alpha) * jnp.exp(-kept) + alpha, 1.0)
-    reach = on * jnp.cumprod(share, axis=-1)
-    return on * jnp.flip(jnp.cumsum(jnp.flip(reach, -1), axis=-1), -1)
+    reach = jnp.where(mask, jnp.cumprod(share, axis=-1), 0.0)
+    return jnp.flip(jnp.cumsum(jnp.flip(reach, -1), axis=-1), -1)
 
 
 def masked_sum(values: Float[Array, " ..."], mask: Bool[Array, " ..."]) -> Float[Array, ""]:
@@ -166,7 +180,7 @@ def reduce_rows(
 ) -> Float[Array, ""]:
     """Return `sum(mask weight term) / (sum mask + 1e-5)` per row, averaged over rows."""
     value = jnp.where(mask, term if weights is None else term * weights, 0.0)
-    return jnp.mean(value.sum(-1) / (mask.astype(jnp.float32).sum(-1) + _MASK_EPSILON))
+    return jnp.mean(value.sum(-1) / (mask.astype(jnp.float32).sum(-1) + MASK_EPSILON))
 
 
 def mixture(
@@ -218,3 +232,11 @@ def lk_lambda(
     mean = masked_sum(accept, mask) / jnp.maximum(jnp.sum(mask), 1)
     weight = kl_scale * jnp.exp(-kl_decay * jax.lax.stop_gradient(mean))
     return weight * cross_entropy + (1.0 - weight) * (1.0 - mean)
+
+
+def binary_cross_entropy(
+    logits: Float[Array, "*B"], probs: Float[Array, "*B"]
+) -> Float[Array, "*B"]:
+    """Return `-(y log c + (1 - y) log(1 - c))`, c = sigmoid(logits), for probabilities y."""
+    logits = logits.astype(jnp.float32)
+    return jax.nn.softplus(logits) - logits * jax.lax.stop_gradient(probs)

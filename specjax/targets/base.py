@@ -55,6 +55,7 @@ class TargetInfo:
         draft_block: the shape that a draft head's ordinary decoder blocks copy.
         draft_layer: the layer that an MTP module of this target has; None takes `draft_block`.
         draft_modules: MTP modules that the target's own checkpoint holds.
+        eps: of its norms.
         norm_offset: norm weights are stored as an offset from 1.
         embed_scale: factor on embeddings, rounded to their dtype.
         softcap: logits are `cap * tanh(logits / cap)`; None leaves them.
@@ -71,6 +72,7 @@ class TargetInfo:
     draft_block: BlockConfig | None = None
     draft_layer: LayerKind | None = None
     draft_modules: int = 0
+    eps: float = 1e-6
     norm_offset: bool = False
     embed_scale: float = 1.0
     softcap: float | None = None

@@ -158,6 +158,7 @@ def info(config: DecoderConfig) -> TargetInfo:
         draft_block=config.draft_block,
         draft_layer=config.draft_layer,
         draft_modules=config.draft_modules,
+        eps=config.eps,
         norm_offset=config.norm_offset,
         embed_scale=config.embed_scale,
         softcap=config.softcap,

@@ -1,0 +1,1 @@
+"""DFlash and DSpark: heads that draft a block of tokens in one pass."""
