@@ -12,6 +12,7 @@ from specjax.core.errors import ConfigError, SpecJaxError, nearest
 COMMANDS: dict[str, tuple[str, str]] = {
     "eval": ("specjax.eval:main", "measure decoding with and without a draft head"),
     "targets": ("specjax.show_targets:main", "list the production targets, or describe one"),
+    "heads": ("specjax.show_heads:main", "list the released draft heads, or describe one"),
 }
 
 

@@ -27,6 +27,8 @@ REGISTRY: dict[str, str | Callable[..., Any]] = {
     "Ngram": "specjax.heads.plain_config:NgramConfig",
     "Objective": "specjax.heads.objective_config:Objective",
     "DFlash": "specjax.heads.dflash.config:DFlashConfig",
+    "Mtp": "specjax.heads.mtp.config:MtpConfig",
+    "Gemma4Mtp": "specjax.heads.gemma4_mtp.config:Gemma4MtpConfig",
     "Eagle3": "specjax.heads.eagle3.config:Eagle3Config",
 }
 

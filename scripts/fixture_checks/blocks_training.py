@@ -300,9 +300,7 @@ def _differentiate(
     ) -> tuple[jax.Array, Arrays]:
         found, slots = block_loss(head, params, borrowed, texts, blocks)
         hidden = run_blocks(head, params, borrowed, texts, blocks)
-        at = blocks.teacher.reshape(hidden.shape[0], -1, 1)
-        states = jnp.take_along_axis(texts.hidden, at, 1).reshape(*hidden.shape[:3], -1)
-        base, logits, _ = slot_logits(head, params, borrowed, hidden, blocks.previous, states)
+        base, logits = slot_logits(head, params, borrowed, hidden, blocks.previous)
         return found.total, {
             "losses": found,
             "slots": slots,

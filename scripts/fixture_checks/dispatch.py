@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from scripts.fixture_checks import blocks, eagle3, losses, scheduler, targets, verification
+from scripts.fixture_checks import (
+    assistant,
+    blocks,
+    eagle3,
+    losses,
+    scheduler,
+    targets,
+    verification,
+)
 from scripts.fixture_checks.fixture import Fixture
 from scripts.fixture_checks.outcome import Outcome
 
@@ -13,6 +21,7 @@ CHECKS: dict[str, Callable[[Fixture], Outcome]] = {
     "eagle3": eagle3.compute,
     "dflash": blocks.compute,
     "dspark": blocks.compute,
+    "assistant": assistant.compute,
     "lossless speculative verification": verification.compute,
     "distillation losses": losses.compute,
     "confidence-scheduled verification": scheduler.compute,
@@ -26,7 +35,7 @@ def algorithm_of(fixture: Fixture) -> str:
     named = [fixture.config.get("speculators_model_type", "")]
     named += fixture.config.get("architectures") or []
     text = " ".join(map(str, named)).lower()
-    for algorithm in ("peagle", "eagle3", "dspark", "dflash", "mtpdraftmodel"):
+    for algorithm in ("peagle", "eagle3", "dspark", "dflash", "assistant", "mtpdraftmodel"):
         if algorithm in text:
             return algorithm
     if fixture.config:

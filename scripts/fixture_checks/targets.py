@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from scripts.fixture_checks import mtp
 from scripts.fixture_checks.fixture import Fixture
 from scripts.fixture_checks.outcome import Outcome
 from specjax import targets
@@ -44,6 +45,8 @@ def compute(fixture: Fixture) -> Outcome:
     if "input_ids" in given:
         tokens = _tokens(given["input_ids"], target)
         out |= full_pass(target, params, tokens)
+        if mtp.wanted(fixture, target):
+            out |= mtp.compute(fixture, target, params, out)
         prefix = int(fixture.number_in("chunk_logits", _PREFILL, 16))
         if 0 < prefix < tokens.shape[1]:
             out["chunk_logits"] = chunked(target, params, tokens, prefix)

@@ -10,6 +10,8 @@ LayerType = Literal["full", "sliding"]
 MarkovHead = Literal["vanilla", "gated", "rnn"]
 Layout = Literal["zlab", "deepspec", "speculators"]
 
+_ZLAB = Objective(terms=("hard_ce",), weighting="dflash", gamma=7.0, normaliser="weights_eps")
+
 
 @dataclasses.dataclass(frozen=True)
 class DFlashConfig:
@@ -74,9 +76,7 @@ class DFlashConfig:
     num_anchors: int = 512
     anchor_rule: Literal["pair", "room"] = "pair"
     supervise: Literal["prefix", "label", "slot"] = "prefix"
-    objective: Objective = Objective(
-        terms=("hard_ce",), weighting="dflash", gamma=7.0, normaliser="weights_eps"
-    )
+    objective: Objective = _ZLAB
     confidence_factor: float = 1.0
     detach_confidence: bool = True
     remat: bool = True

@@ -79,9 +79,8 @@ def slot_logits(
     borrowed: Borrowed,
     h: Float[Array, "*B b H"],
     previous: Int[Array, "*B b"],
-    states: Float[Array, "*B b Ht"],
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return float32 logits `[*B, b, Vd]`: the backbone's, the head's, and the target's.
+) -> tuple[jax.Array, jax.Array]:
+    """Return float32 logits `[*B, b, Vd]`: the backbone's, and the whole head's.
 
     Args:
         head: what it is.
@@ -89,14 +88,9 @@ def slot_logits(
         borrowed: the target's embedding and output layer.
         h: the backbone's states of whole blocks.
         previous: the token before each slot's draft.
-        states: the target's states that predict the same tokens.
     """
     base = base_logits(head, params, borrowed, h)
-    corrected = correct(head, params, base, h, previous)
-    kept = kept_ids(params)
-    rows = borrowed.output if kept is None else borrowed.output[kept]
-    teacher = capped(linear_f32(states, rows), head.softcap)
-    return base, corrected, jax.lax.stop_gradient(teacher)
+    return base, correct(head, params, base, h, previous)
 
 
 def compare(
@@ -109,10 +103,13 @@ def compare(
 ) -> Compared:
     """Compare the slots of all blocks, a group of blocks at a time."""
     label, known = draft_labels(params, blocks.labels)
+    kept = kept_ids(params)
+    rows = borrowed.output if kept is None else borrowed.output[kept]
 
     def one(block: tuple[jax.Array, ...]) -> Any:
         h, previous, states, labels = block
-        _, draft, teacher = slot_logits(head, params, borrowed, h, previous, states)
+        _, draft = slot_logits(head, params, borrowed, h, previous)
+        teacher = jax.lax.stop_gradient(capped(linear_f32(states, rows), head.softcap))
         terms = objective.slot_terms(head.config.objective, draft, teacher, labels)
         accept = losses.overlap(jax.lax.stop_gradient(draft), teacher)
         pred, best = (jnp.argmax(x, axis=-1).astype(jnp.int32) for x in (draft, teacher))

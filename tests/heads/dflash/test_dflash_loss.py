@@ -132,10 +132,7 @@ def test_f18_a_slot_is_not_told_its_token() -> None:
         given = texts.replace(tokens=tokens)
         blocks = lay_out(head, given, *at([5]))
         hidden = block_pass.run_blocks(head, params, cases.borrowed(), given, blocks)
-        states = jnp.zeros((*hidden.shape[:3], HIDDEN))
-        return hidden, loss.slot_logits(
-            head, params, cases.borrowed(), hidden, blocks.previous, states
-        )[1]
+        return hidden, loss.slot_logits(head, params, cases.borrowed(), hidden, blocks.previous)[1]
 
     before, after = logits(texts.tokens), logits(texts.tokens.at[0, 8:].add(1))
     np.testing.assert_array_equal(before[0], after[0])
@@ -252,8 +249,7 @@ def test_a_draft_vocabulary_counts_what_can_be_drafted() -> None:
     def compared(params: DFlashWeights) -> tuple[loss.Compared, jax.Array]:
         found = loss.block_loss(head, params, cases.borrowed(), texts, blocks)[1]
         hidden = block_pass.run_blocks(head, params, cases.borrowed(), texts, blocks)
-        states = jnp.zeros_like(hidden)
-        logits = loss.slot_logits(head, params, cases.borrowed(), hidden, blocks.previous, states)
+        logits = loss.slot_logits(head, params, cases.borrowed(), hidden, blocks.previous)
         return found, logits[1]
 
     slots, logits = compared(params)
