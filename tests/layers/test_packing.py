@@ -1,4 +1,4 @@
-"""Packing: a round trip, and every family's forward pass on packed positions equals the plain one."""
+"""Packing: a round trip, and every family on packed positions equals the plain pass."""
 
 import jax
 import jax.numpy as jnp
