@@ -1,6 +1,8 @@
 """What every test runs under: the CPU, no network, and eight devices for those that ask."""
 
 import os
+import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -13,3 +15,14 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr == "devices8":
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs() -> Iterator[None]:
+    """Drop compiled programs after each file: a process may map only so much memory on Linux.
+
+    Thousands of XLA's programs reach `vm.max_map_count` (65530), and the next one aborts.
+    """
+    yield
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()

@@ -30,7 +30,8 @@ from specjax.heads.eagle3.loss import (
     total_loss,
     unroll,
 )
-from specjax.heads.eagle3.network import Eagle3Weights, fuse, kept_ids
+from specjax.heads.eagle3.network import Eagle3Weights, fuse
+from specjax.heads.vocabulary import kept_ids
 from specjax.io.hf import TensorReader
 from specjax.layers.norm import rms_norm
 from specjax.layers.sampling import Sampling

@@ -83,7 +83,9 @@ def find(
 
         model, params = targets.load(rest, dtype)
         return SmallModelHead.for_target(info, model), params
-    return load(target if source == "mtp" else source, info, dtype)
+    if source == "mtp":  # its own words where the target has no modules
+        return _layouts("mtp").load(target, info, dtype)
+    return load(source, info, dtype)
 
 
 def save(head: Any, params: Any, path: str | Path, dtype: str | None = None) -> None:

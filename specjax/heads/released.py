@@ -1,24 +1,50 @@
-"""What the layouts of released heads share: the fields of their layers, and draft vocabularies."""
+"""What the layouts of released heads share: sizes, layers, draft vocabularies, and saving."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
-from jaxtyping import Array, Bool, Int
-
 from specjax.core.errors import CheckpointError, PairingError
-from specjax.heads.eagle3.head import vocabulary_maps
+from specjax.core.params import ParamSpec, map_specs
+from specjax.io.hf import save_checkpoint
 from specjax.layers.blocks.dense import BlockConfig
 from specjax.layers.blocks.gemma4 import Gemma4Layer
 from specjax.layers.blocks.gemma4_config import read_layers
 from specjax.layers.blocks.geometry import Gemma4Geometry, Geometry, PlainGeometry
 from specjax.layers.rope import RopeConfig
+from specjax.targets.base import TargetInfo
 
+PyTree = Any
 Shapes = Mapping[str, tuple[int, ...]]
 _SWITCHES = ("layer_types", "use_sliding_window")
+
+
+def check_sizes(hidden: int, vocab: int | None, info: TargetInfo, where: str) -> None:
+    """Refuse a head for another vocabulary or another width than the target's.
+
+    Raises:
+        PairingError: naming both numbers.
+    """
+    if vocab != info.vocab:
+        raise PairingError(
+            f"{where} is for a vocabulary of {vocab} tokens, the target has {info.vocab}"
+        )
+    if hidden != info.hidden:
+        raise PairingError(f"{where} is for a target of width {hidden}, this one is {info.hidden}")
+
+
+def save_head(
+    specs: PyTree, params: PyTree, config: Mapping[str, Any], path: str | Path, dtype: str | None
+) -> None:
+    """Write a head, whole or not at all; tables of ids as int64, as all layouts have them."""
+
+    def on_disk(spec: ParamSpec) -> ParamSpec:
+        return dataclasses.replace(spec, dtype="int64") if spec.dtype == "int32" else spec
+
+    save_checkpoint(map_specs(on_disk, specs), params, config, path, dtype)
 
 
 def read_geometry(body: Mapping[str, Any], shapes: Shapes, prefix: str, where: str) -> Geometry:
@@ -119,22 +145,6 @@ def read_vocabulary(
             f"{where} drafts {size} of {vocab} tokens but stores no d2t: which ones is unknown"
         )
     return size, mapped or "t2d" in shapes
-
-
-def check_maps(d2t: Int[Array, " Vd"], t2d: Bool[Array, " V"], where: str) -> None:
-    """Refuse maps that are not two views of one choice of ids.
-
-    Raises:
-        PairingError: naming what contradicts what.
-    """
-    offsets, kept = (np.asarray(jax.device_get(x)) for x in (d2t, t2d))
-    try:
-        ids = offsets + np.arange(len(offsets))
-        _, expected = vocabulary_maps(ids, len(kept), len(offsets))
-    except PairingError as error:
-        raise PairingError(f"{where}: d2t is no map ({error})") from None
-    if not np.array_equal(expected, kept):
-        raise PairingError(f"{where}: d2t and t2d choose different tokens")
 
 
 def read_layer_types(body: Mapping[str, Any], layers: int, where: str) -> tuple[str, ...]:

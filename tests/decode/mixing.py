@@ -100,7 +100,9 @@ class Mixed:
     def _sampled(self, found: Proposal, context: DraftContext, at: jax.Array) -> Proposal:
         keys = keys_at(context.sampling.seed, at, _PURPOSE)
         even = jax.vmap(lambda k: jax.random.randint(k, (), 0, self.vocab))(keys.ravel())
-        other = (at * 104729) % 3 == 0
+        # Point masses are rarely right where tokens are drawn: fewer of them.
+        turn = (at * 104729) % 6
+        other = turn < (5 if found.probs is None else 2)
         tokens = jnp.where(other, even.reshape(at.shape), found.tokens)
         law = jax.nn.one_hot(found.tokens, self.vocab) if found.probs is None else found.probs
         law = jnp.where(other[..., None], 1.0 / self.vocab, law)

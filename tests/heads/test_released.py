@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specjax.core.errors import CheckpointError, PairingError
-from specjax.heads import released
+from specjax.heads import released, vocabulary
 from specjax.layers.blocks.dense import BlockConfig
 from specjax.layers.blocks.geometry import PlainGeometry
 from specjax.layers.rope import RopeConfig
@@ -85,11 +85,11 @@ def test_gemma_layers_of_another_kind_are_refused() -> None:
 
 def test_maps_must_agree() -> None:
     d2t, t2d = np.array([1, 2, 3]), np.array([0, 1, 0, 1, 0, 1], bool)
-    released.check_maps(d2t, t2d, "x")
+    vocabulary.check_maps(d2t, t2d, "x")
     with pytest.raises(PairingError, match="x: d2t and t2d choose different"):
-        released.check_maps(d2t, ~t2d, "x")
+        vocabulary.check_maps(d2t, ~t2d, "x")
     with pytest.raises(PairingError, match="x: d2t is no map"):
-        released.check_maps(np.array([3, 2, 1]), t2d, "x")
+        vocabulary.check_maps(np.array([3, 2, 1]), t2d, "x")
 
 
 def test_a_part_of_a_vocabulary_needs_a_map() -> None:

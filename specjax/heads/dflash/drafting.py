@@ -20,10 +20,10 @@ from specjax.heads.dflash.network import (
     DFlashWeights,
     base_logits,
     embed_slots,
-    kept_ids,
     run_slots,
     sees_slots,
 )
+from specjax.heads.vocabulary import kept_ids
 from specjax.layers.attention import KeyBlock
 from specjax.layers.linear import linear_f32
 

@@ -18,14 +18,14 @@ from flax import struct
 from jaxtyping import Array, Int
 
 from specjax.core.errors import ConfigError, PairingError
-from specjax.core.params import init_params, map_specs
+from specjax.core.params import map_specs
 from specjax.heads.base import Borrowed, DraftContext, Observation, Proposal, TrainBatch
 from specjax.heads.dflash.config import DFlashConfig
 from specjax.heads.dflash.drafting import DraftPass, draft
 from specjax.heads.dflash.fit import resolve
 from specjax.heads.dflash.loss import training_loss
 from specjax.heads.dflash.network import DFlashWeights, context_keys, fuse, weight_specs
-from specjax.heads.eagle3.head import vocabulary_maps
+from specjax.heads.vocabulary import init_over
 from specjax.layers.blocks.geometry import Geometry
 from specjax.layers.cache.full import FullKind
 from specjax.layers.cache.window import WindowKind
@@ -221,23 +221,7 @@ class DFlashHead:
         Raises:
             PairingError: `kept` is missing, superfluous, or not `draft_vocab` ascending ids.
         """
-        if (kept is not None) != self.mapped:
-            need = "needs" if self.mapped else "has no use for"
-            raise PairingError(f"this head {need} a draft vocabulary")
-        specs = self.specs()
-        bare = dataclasses.replace(specs, embedding=None, output=None, d2t=None, t2d=None)
-        params = init_params(bare, key, dtype)
-        rows: np.ndarray | slice = slice(None)
-        maps: dict[str, jax.Array] = {}
-        if kept is not None:
-            d2t, t2d = vocabulary_maps(kept, self.vocab, self.draft_vocab)
-            maps, rows = {"d2t": jnp.asarray(d2t), "t2d": jnp.asarray(t2d)}, np.asarray(kept)
-        return dataclasses.replace(
-            params,
-            embedding=jnp.array(borrowed.embedding, dtype) if self.own_embedding else None,
-            output=jnp.array(borrowed.output[rows], dtype) if self.own_output else None,
-            **maps,
-        )
+        return init_over(self.specs(), key, borrowed, kept, dtype)
 
     def init_state(self, batch: int, capacity: int, dtype: str = "float32") -> DFlashState:
         """Return the state before any token."""

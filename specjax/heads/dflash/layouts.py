@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from specjax.core.errors import CheckpointError, ConfigError, PairingError
-from specjax.core.params import ParamSpec, map_specs
 from specjax.core.published import required
 from specjax.heads.dflash.config import DFlashConfig, LayerType, Layout
 from specjax.heads.dflash.fit import check_taps, settled
@@ -28,12 +27,14 @@ from specjax.heads.dflash.network import DFlashWeights
 from specjax.heads.dflash.writing import TEMPERATURES, write_config
 from specjax.heads.released import (
     Shapes,
-    check_maps,
+    check_sizes,
     read_geometry,
     read_layer_types,
     read_vocabulary,
+    save_head,
 )
-from specjax.io.hf import TensorReader, load_params, read_config, resolve, save_checkpoint
+from specjax.heads.vocabulary import check_maps
+from specjax.io.hf import TensorReader, load_params, read_config, resolve
 from specjax.layers.blocks.geometry import Gemma4Geometry
 from specjax.targets.base import TargetInfo
 
@@ -103,12 +104,7 @@ def save(
     """
     if head.mapped:
         check_maps(params.d2t, params.t2d, str(path))
-
-    def on_disk(spec: ParamSpec) -> ParamSpec:
-        return dataclasses.replace(spec, dtype="int64") if spec.hf == "d2t" else spec
-
-    specs = map_specs(on_disk, head.specs())
-    save_checkpoint(specs, params, write_config(head), path, dtype)
+    save_head(head.specs(), params, write_config(head), path, dtype)
 
 
 def read_head(
@@ -136,7 +132,7 @@ def read_head(
     _refuse_foreign(config, shapes, where)
     body = config.get("transformer_layer_config") or {} if layout == "speculators" else config
     geometry = read_geometry(body, shapes, "layers.0.", where)
-    _check_sizes(config, body, info, where)
+    _check_target(config, body, info, where)
     target_hidden = config.get("target_hidden_size") or geometry.hidden
     own_embedding, own_output = (f"{n}.weight" in shapes for n in ("embed_tokens", "lm_head"))
     draft_vocab, mapped = read_vocabulary(config, shapes, info.vocab, where)
@@ -194,17 +190,11 @@ def _refuse_foreign(config: Mapping[str, Any], shapes: Shapes, where: str) -> No
         raise CheckpointError(f"{where}: dflash_config.output_multiplier is not supported")
 
 
-def _check_sizes(
+def _check_target(
     config: Mapping[str, Any], body: Mapping[str, Any], info: TargetInfo, where: str
 ) -> None:
     (hidden,) = required(body, "hidden_size")
-    hidden = config.get("target_hidden_size") or hidden
-    if (vocab := body.get("vocab_size")) != info.vocab:
-        raise PairingError(
-            f"{where} is for a vocabulary of {vocab} tokens, the target has {info.vocab}"
-        )
-    if hidden != info.hidden:
-        raise PairingError(f"{where} is for a target of width {hidden}, this one is {info.hidden}")
+    check_sizes(config.get("target_hidden_size") or hidden, body.get("vocab_size"), info, where)
     layers = config.get("num_target_layers")
     if layers is not None and layers != info.num_layers:
         raise PairingError(

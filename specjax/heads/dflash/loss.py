@@ -22,8 +22,9 @@ from specjax.heads.base import Borrowed, TrainBatch
 from specjax.heads.dflash.anchors import Blocks, Texts, candidates, choose, lay_out, texts_of
 from specjax.heads.dflash.block_pass import run_blocks
 from specjax.heads.dflash.confidence import confidence_logits
-from specjax.heads.dflash.network import DFlashWeights, base_logits, kept_ids
+from specjax.heads.dflash.network import DFlashWeights, base_logits
 from specjax.heads.dflash.sequential import correct
+from specjax.heads.vocabulary import kept_ids
 from specjax.layers import losses
 from specjax.layers.linear import capped, linear_f32
 

@@ -93,13 +93,6 @@ def weight_specs(head: DFlashHead) -> DFlashWeights:
     )
 
 
-def kept_ids(params: DFlashWeights) -> Int[Array, " Vd"] | None:
-    """Return the target id of each draft id, None where both are the same."""
-    if params.d2t is None:
-        return None
-    return jnp.arange(params.d2t.shape[0], dtype=jnp.int32) + params.d2t
-
-
 def fuse(
     head: DFlashHead, params: DFlashWeights, taps: Float[Array, "n B S Ht"]
 ) -> Float[Array, "B S H"]:

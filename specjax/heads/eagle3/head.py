@@ -18,7 +18,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from specjax.core.errors import PairingError
-from specjax.core.params import init_params, map_specs
+from specjax.core.params import map_specs
 from specjax.heads.base import Borrowed, DraftContext, Observation, Proposal, TrainBatch
 from specjax.heads.chain import draft_chain
 from specjax.heads.eagle3.config import Eagle3Config
@@ -28,11 +28,11 @@ from specjax.heads.eagle3.network import (
     carry,
     draft_logits,
     fuse,
-    kept_ids,
     layer_inputs,
     layer_output,
     weight_specs,
 )
+from specjax.heads.vocabulary import init_over, kept_ids
 from specjax.layers.attention import KeyBlock
 from specjax.layers.blocks.dense import BlockConfig
 from specjax.layers.blocks.geometry import Geometry, PlainGeometry
@@ -210,23 +210,7 @@ class Eagle3Head:
         Raises:
             PairingError: `kept` is missing, superfluous, or not `draft_vocab` ascending ids.
         """
-        if (kept is not None) != self.mapped:
-            need = "needs" if self.mapped else "has no use for"
-            raise PairingError(f"this head {need} a draft vocabulary")
-        specs = self.specs()
-        bare = dataclasses.replace(specs, embedding=None, output=None, d2t=None, t2d=None)
-        params = init_params(bare, key, dtype)
-        rows: np.ndarray | slice = slice(None)
-        maps: dict[str, jax.Array] = {}
-        if kept is not None:
-            d2t, t2d = vocabulary_maps(kept, self.vocab, self.draft_vocab)
-            maps, rows = {"d2t": jnp.asarray(d2t), "t2d": jnp.asarray(t2d)}, np.asarray(kept)
-        return dataclasses.replace(
-            params,
-            embedding=jnp.array(borrowed.embedding, dtype) if self.own_embedding else None,
-            output=jnp.array(borrowed.output[rows], dtype) if self.own_output else None,
-            **maps,
-        )
+        return init_over(self.specs(), key, borrowed, kept, dtype)
 
     def init_state(self, batch: int, capacity: int, dtype: str = "float32") -> Eagle3State:
         """Return the state before any token."""
@@ -350,20 +334,3 @@ def check_taps(taps: tuple[int, ...], info: TargetInfo) -> None:
             f"the head taps layers {list(taps)}; the target has residual streams 0.."
             f"{info.num_layers}"
         )
-
-
-def vocabulary_maps(
-    kept: np.ndarray, vocab: int, draft_vocab: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return (d2t `[Vd]` int32 offsets, t2d `[V]` bool) of ascending target ids.
-
-    Raises:
-        PairingError: not `draft_vocab` ascending ids of the vocabulary.
-    """
-    kept = np.asarray(kept)
-    fits = kept.shape == (draft_vocab,) and np.issubdtype(kept.dtype, np.integer)
-    if not fits or np.any(np.diff(kept) <= 0) or kept[0] < 0 or kept[-1] >= vocab:
-        raise PairingError(f"a draft vocabulary must be {draft_vocab} ascending ids below {vocab}")
-    t2d = np.zeros(vocab, bool)
-    t2d[kept] = True
-    return (kept - np.arange(draft_vocab)).astype(np.int32), t2d

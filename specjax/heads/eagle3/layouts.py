@@ -16,11 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
-
 from specjax.core.errors import CheckpointError, PairingError
-from specjax.core.params import ParamSpec, map_specs
 from specjax.heads.eagle3.config import Eagle3Config
 from specjax.heads.eagle3.head import (
     Eagle3Head,
@@ -28,17 +24,22 @@ from specjax.heads.eagle3.head import (
     check_taps,
     default_taps,
     has_extra_norms,
-    vocabulary_maps,
 )
 from specjax.heads.eagle3.network import Eagle3Weights
-from specjax.io.hf import TensorReader, load_params, read_config, resolve, save_checkpoint
-from specjax.layers.blocks.dense import BlockConfig
-from specjax.layers.blocks.gemma4 import Gemma4Layer
-from specjax.layers.blocks.gemma4_config import read_layers
+from specjax.heads.released import (
+    Shapes,
+    check_sizes,
+    read_geometry,
+    read_layer_types,
+    read_vocabulary,
+    save_head,
+    write_geometry,
+)
+from specjax.heads.vocabulary import check_maps
+from specjax.io.hf import TensorReader, load_params, read_config, resolve
 from specjax.layers.blocks.geometry import Gemma4Geometry, Geometry, PlainGeometry
 from specjax.targets.base import TargetInfo
 
-Shapes = Mapping[str, tuple[int, ...]]
 _TAPS = "eagle_aux_hidden_state_layer_ids"
 _EMBED_SCALE = "specjax_embed_scale"  # our own word for what the layouts cannot say
 _NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -87,7 +88,8 @@ def load(
     reader = TensorReader(root)
     head = read_head(read_config(root), reader.shapes, info, str(root))
     params = load_params(head.specs(), reader, dtype, shardings)
-    _check_maps(head, params, str(root))
+    if head.mapped:
+        check_maps(params.d2t, params.t2d, str(root))
     return head, params
 
 
@@ -105,13 +107,9 @@ def save(
     Raises:
         PairingError: the draft vocabulary's maps contradict each other.
     """
-    _check_maps(head, params, str(path))
-
-    def on_disk(spec: ParamSpec) -> ParamSpec:
-        return dataclasses.replace(spec, dtype="int64") if spec.hf == "d2t" else spec
-
-    specs = map_specs(on_disk, head.specs())
-    save_checkpoint(specs, params, write_config(head), path, dtype)
+    if head.mapped:
+        check_maps(params.d2t, params.t2d, str(path))
+    save_head(head.specs(), params, write_config(head), path, dtype)
 
 
 def read_head(
@@ -143,14 +141,14 @@ def read_head(
     geometry = _read_geometry(body, shapes, prefix, where)
     gemma, hidden = isinstance(geometry, Gemma4Geometry), geometry.hidden
     target_hidden = config.get("target_hidden_size") or hidden
-    _check_sizes(target_hidden, body.get("vocab_size"), info, where)
+    check_sizes(target_hidden, body.get("vocab_size"), info, where)
     taps = _read_taps(layout, config, info, where)
     own_embedding = "embed_tokens.weight" in shapes
     if hidden != info.hidden and not own_embedding:
         raise PairingError(
             f"{where} is {hidden} wide and stores no embedding; the target's is {info.hidden}"
         )
-    draft_vocab, mapped = _read_vocabulary(config, shapes, info.vocab, where)
+    draft_vocab, mapped = read_vocabulary(config, shapes, info.vocab, where)
     own_output = "lm_head.weight" in shapes
     if not own_output:
         _check_borrowing(config, draft_vocab, own_embedding, hidden, info, where)
@@ -177,37 +175,15 @@ def read_head(
 
 
 def _read_geometry(body: Mapping[str, Any], shapes: Shapes, prefix: str, where: str) -> Geometry:
-    """Read the layer: Gemma 4's full-attention one, or a plain one."""
-    if not str(body.get("model_type", "")).startswith("gemma"):
-        return PlainGeometry(_read_block(body, shapes, prefix))
-    (layer,) = read_layers(body)
-    plain = layer.sparse is None and not layer.inputs and not layer.attention.shared
-    if not plain or layer.attention.window is not None:
-        raise CheckpointError(
-            f"{where}: a Gemma layer of an EAGLE-3 head has full attention, no experts, no inputs"
-            " of its own and keys of its own"
-        )
-    doubled = dataclasses.replace(layer.attention, inputs=2 * layer.attention.hidden)
-    return Gemma4Geometry(dataclasses.replace(layer, attention=doubled))
-
-
-def _read_block(body: Mapping[str, Any], shapes: Shapes, prefix: str) -> BlockConfig:
-    """Read the layer; a head size that is not stated is read off the tensors, not guessed."""
-    name = f"{prefix}self_attn.q_proj.weight"
-    heads = body.get("num_attention_heads")
-    if not body.get("head_dim") and heads and name in shapes:
-        body = {**body, "head_dim": shapes[name][0] // heads}
-    qk_norm = f"{prefix}self_attn.q_norm.weight" in shapes
-    return BlockConfig.from_hf(body, qk_norm=qk_norm, inputs=2 * body.get("hidden_size", 0))
-
-
-def _check_sizes(hidden: int, vocab: int | None, info: TargetInfo, where: str) -> None:
-    if vocab != info.vocab:
-        raise PairingError(
-            f"{where} is for a vocabulary of {vocab} tokens, the target has {info.vocab}"
-        )
-    if hidden != info.hidden:
-        raise PairingError(f"{where} is for a target of width {hidden}, this one is {info.hidden}")
+    """Read the layer, whose attention reads embedding and state side by side."""
+    if "sliding" in read_layer_types(body, 1, where):
+        raise CheckpointError(f"{where}: sliding layers are not part of an EAGLE-3 head")
+    geometry = read_geometry(body, shapes, prefix, where)
+    inputs = 2 * geometry.hidden
+    if isinstance(geometry, PlainGeometry):
+        return PlainGeometry(dataclasses.replace(geometry.block, inputs=inputs))
+    attention = dataclasses.replace(geometry.layer.attention, inputs=inputs)
+    return Gemma4Geometry(dataclasses.replace(geometry.layer, attention=attention))
 
 
 def _read_taps(
@@ -230,20 +206,6 @@ def _read_taps(
     return taps
 
 
-def _read_vocabulary(
-    config: Mapping[str, Any], shapes: Shapes, vocab: int, where: str
-) -> tuple[int, bool]:
-    """Return (size of the draft vocabulary, whether it has maps)."""
-    mapped = "d2t" in shapes
-    stored = shapes["d2t"][0] if mapped else shapes.get("lm_head.weight", (vocab,))[0]
-    size = config.get("draft_vocab_size") or stored
-    if size != vocab and not mapped:
-        raise PairingError(
-            f"{where} drafts {size} of {vocab} tokens but stores no d2t: which ones is unknown"
-        )
-    return size, mapped or "t2d" in shapes
-
-
 def _check_borrowing(
     config: Mapping[str, Any],
     draft_vocab: int,
@@ -262,19 +224,6 @@ def _check_borrowing(
         raise CheckpointError(f"{where} ties its output to its own embedding: not supported")
 
 
-def _check_maps(head: Eagle3Head, params: Eagle3Weights, where: str) -> None:
-    """Refuse maps that are not two views of one choice of ids."""
-    if not head.mapped:
-        return
-    d2t, t2d = (np.asarray(jax.device_get(x)) for x in (params.d2t, params.t2d))
-    try:
-        _, expected = vocabulary_maps(d2t + np.arange(len(d2t)), head.vocab, head.draft_vocab)
-    except PairingError as error:
-        raise PairingError(f"{where}: d2t is no map ({error})") from None
-    if not np.array_equal(expected, t2d):
-        raise PairingError(f"{where}: d2t and t2d choose different tokens")
-
-
 def write_config(head: Eagle3Head) -> dict[str, Any]:
     """Return the `config.json` of a head.
 
@@ -285,74 +234,26 @@ def write_config(head: Eagle3Head) -> dict[str, Any]:
     """
     if head.layout != "speculators" and has_extra_norms(head.config):
         raise PairingError(f"the {head.layout} layout cannot express {', '.join(_NORMS)}")
-    body = (
-        _plain_body(head, head.geometry.block)
-        if isinstance(head.geometry, PlainGeometry)
-        else _gemma_body(head.geometry.layer)
-    )
-    body |= {"vocab_size": head.vocab, "tie_word_embeddings": False, "num_hidden_layers": 1}
+    body = write_geometry(head.geometry) | {
+        "vocab_size": head.vocab,
+        "tie_word_embeddings": False,
+        "num_hidden_layers": 1,
+    }
+    if head.layout == "safeai":  # the older spelling
+        rope = body.pop("rope_parameters")
+        body["rope_theta"] = rope.pop("rope_theta")
+        body["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     if head.max_context:
         body["max_position_embeddings"] = head.max_context
     if head.softcap is not None:
         body["final_logit_softcapping"] = head.softcap
     gemma = isinstance(head.geometry, Gemma4Geometry)
+    if gemma:
+        body["layer_types"] = ["full_attention"]
     usual = head.geometry.hidden**0.5 if gemma else 1.0
     said = {} if head.embed_scale == usual else {_EMBED_SCALE: head.embed_scale}
     architecture = "Gemma4Eagle3Model" if gemma else _ARCHITECTURES[head.layout]
     return {"architectures": [architecture], **_write_own(head, body), **said}
-
-
-def _gemma_body(layer: Gemma4Layer) -> dict[str, Any]:
-    """Return the keys of a Gemma 4 layer with full attention."""
-    attention, rope = layer.attention, layer.attention.rope
-    return {
-        "model_type": "gemma4_text",
-        "hidden_size": attention.hidden,
-        "intermediate_size": layer.mlp,
-        "num_attention_heads": attention.heads,
-        "num_key_value_heads": attention.kv_heads,
-        "head_dim": attention.head_dim,
-        "global_head_dim": attention.head_dim,
-        "num_global_key_value_heads": attention.kv_heads,
-        "attention_k_eq_v": attention.value_is_key,
-        "attention_bias": attention.bias,
-        "layer_types": ["full_attention"],
-        "hidden_activation": "gelu_pytorch_tanh",
-        "rms_norm_eps": attention.eps,
-        "rope_parameters": {
-            "full_attention": {
-                "rope_type": rope.kind,
-                "rope_theta": rope.theta,
-                **dict(rope.scaling),
-            }
-        },
-    }
-
-
-def _plain_body(head: Eagle3Head, block: BlockConfig) -> dict[str, Any]:
-    """Return the keys of a plain layer."""
-    rope = block.rope
-    scaling = {"rope_type": rope.kind, **dict(rope.scaling)}
-    body: dict[str, Any] = {
-        "model_type": "qwen3" if block.qk_norm else "llama",
-        "hidden_size": block.hidden,
-        "intermediate_size": block.mlp,
-        "num_attention_heads": block.heads,
-        "num_key_value_heads": block.kv_heads,
-        "head_dim": block.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": block.eps,
-        "attention_bias": block.attention_bias,
-        "mlp_bias": block.mlp_bias,
-    }
-    if rope.dims != block.head_dim:
-        body["partial_rotary_factor"] = rope.dims / block.head_dim
-    if head.layout == "safeai":
-        body["rope_theta"] = rope.theta
-        body["rope_scaling"] = None if rope.kind == "default" else scaling
-    else:
-        body["rope_parameters"] = {"rope_theta": rope.theta, **scaling}
-    return body
 
 
 def _write_own(head: Eagle3Head, body: dict[str, Any]) -> dict[str, Any]:

@@ -23,10 +23,10 @@ from specjax.heads.eagle3.network import (
     carry,
     draft_logits,
     fuse,
-    kept_ids,
     layer_inputs,
     layer_output,
 )
+from specjax.heads.vocabulary import kept_ids
 from specjax.layers import losses
 from specjax.layers.attention import KeyBlock, OwnKey, causal_mask
 from specjax.layers.linear import capped, linear_f32

@@ -112,13 +112,6 @@ def weight_specs(head: Eagle3Head) -> Eagle3Weights:
     )
 
 
-def kept_ids(params: Eagle3Weights) -> Int[Array, " Vd"] | None:
-    """Return the target id of each draft id, None where both are the same."""
-    if params.d2t is None:
-        return None
-    return jnp.arange(params.d2t.shape[0], dtype=jnp.int32) + params.d2t
-
-
 def fuse(
     head: Eagle3Head, params: Eagle3Weights, taps: Float[Array, "n B T Ht"]
 ) -> Float[Array, "B T H"]:

@@ -7,7 +7,6 @@ are written in the same words; where rope, window and sizes come from is the sam
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -16,18 +15,17 @@ import jax
 import numpy as np
 
 from specjax.core.errors import CheckpointError, PairingError
-from specjax.core.params import ParamSpec, map_specs
 from specjax.core.published import required
 from specjax.heads.gemma4_mtp.config import Gemma4MtpConfig, Position
 from specjax.heads.gemma4_mtp.head import Gemma4MtpHead, last_key_layers
 from specjax.heads.gemma4_mtp.network import AssistantWeights
-from specjax.io.hf import TensorReader, load_params, read_config, resolve, save_checkpoint
+from specjax.heads.released import Shapes, check_sizes, save_head
+from specjax.io.hf import TensorReader, load_params, read_config, resolve
 from specjax.layers.blocks.gemma4 import Gemma4Attention, Gemma4Layer
 from specjax.layers.blocks.gemma4_config import read_layers
 from specjax.layers.rope import RopeConfig
 from specjax.targets.base import KeyLayer, TargetInfo
 
-Shapes = Mapping[str, tuple[int, ...]]
 _ARCHITECTURES = {
     "gemma4_assistant": "Gemma4AssistantForCausalLM",
     "gemma4_unified_assistant": "Gemma4UnifiedAssistantForCausalLM",
@@ -85,12 +83,7 @@ def save(
     """
     if params.clusters is not None:
         _check_ordering(params.clusters.ordering, str(path))
-
-    def on_disk(spec: ParamSpec) -> ParamSpec:
-        return dataclasses.replace(spec, dtype="int64") if spec.hf == _TABLE else spec
-
-    specs = map_specs(on_disk, head.specs())
-    save_checkpoint(specs, params, write_config(head), path, dtype)
+    save_head(head.specs(), params, write_config(head), path, dtype)
 
 
 def read_head(
@@ -115,15 +108,7 @@ def read_head(
         )
     width, text = required(config, "backbone_hidden_size", "text_config")
     (vocab,) = required(text, "vocab_size")
-    if vocab != info.vocab:
-        raise PairingError(
-            f"{where} is for a vocabulary of {vocab} tokens, the target has {info.vocab}"
-        )
-    if width != info.hidden:
-        raise PairingError(
-            f"{where} is for a target of width {width} (backbone_hidden_size), this one is"
-            f" {info.hidden}"
-        )
+    check_sizes(width, vocab, info, where)
     for part in (config, text):
         if part.get("tie_word_embeddings", True) is not True:
             raise CheckpointError(f"{where}: tie_word_embeddings must be true in an assistant")

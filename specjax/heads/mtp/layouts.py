@@ -19,7 +19,7 @@ from specjax.heads.mtp.config import MtpConfig
 from specjax.heads.mtp.fields import read_layer, write_layer
 from specjax.heads.mtp.head import MtpHead
 from specjax.heads.mtp.network import SPECULATORS, MtpWeights, Names, weight_specs
-from specjax.heads.released import Shapes
+from specjax.heads.released import Shapes, check_sizes
 from specjax.io.hf import TensorReader, load_params, read_config, resolve, save_checkpoint
 from specjax.io.quant import dequantise_tree, quantised_specs
 from specjax.layers.blocks.deepseek import DeepseekLayer
@@ -172,15 +172,8 @@ def _read_target(
 def _read_file(config: Mapping[str, Any], shapes: Shapes, info: TargetInfo, where: str) -> MtpHead:
     """Build modules that have a file of their own."""
     body = config.get("transformer_layer_config") or {}
-    if (vocab := body.get("vocab_size")) != info.vocab:
-        raise PairingError(
-            f"{where} is for a vocabulary of {vocab} tokens, the target has {info.vocab}"
-        )
-    for source in (body.get("hidden_size"), config.get("target_hidden_size") or info.hidden):
-        if source != info.hidden:
-            raise PairingError(
-                f"{where} is for a target of width {source}, this one is {info.hidden}"
-            )
+    for width in (body.get("hidden_size"), config.get("target_hidden_size") or info.hidden):
+        check_sizes(width, body.get("vocab_size"), info, where)
     modules = config.get("num_nextn_predict_layers", 1)
     if not isinstance(modules, int) or modules < 1:
         raise CheckpointError(

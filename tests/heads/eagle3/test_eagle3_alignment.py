@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from specjax.heads.eagle3 import loss as ttt
-from specjax.heads.eagle3.network import kept_ids
+from specjax.heads.vocabulary import kept_ids
 from tests.heads.eagle3 import cases
 
 KEPT = np.sort(np.random.default_rng(1).permutation(cases.VOCAB)[:12])

@@ -11,15 +11,15 @@ import pytest
 from specjax.core.errors import PairingError
 from specjax.heads.base import Borrowed
 from specjax.heads.eagle3.config import Eagle3Config
-from specjax.heads.eagle3.head import Eagle3Head, Eagle3State, vocabulary_maps
+from specjax.heads.eagle3.head import Eagle3Head, Eagle3State
 from specjax.heads.eagle3.network import (
     Eagle3Weights,
     draft_logits,
     fuse,
-    kept_ids,
     layer_inputs,
     layer_output,
 )
+from specjax.heads.vocabulary import kept_ids, vocabulary_maps
 from specjax.layers.attention import KeyBlock, causal_mask
 from specjax.layers.sampling import Sampling
 from tests.heads.eagle3 import cases

@@ -16,7 +16,8 @@ from specjax.heads.base import NullHead
 from specjax.heads.eagle3.config import Eagle3Config
 from specjax.heads.eagle3.head import Eagle3Head
 from specjax.heads.eagle3.layouts import read_head
-from specjax.heads.eagle3.network import draft_logits, kept_ids
+from specjax.heads.eagle3.network import draft_logits
+from specjax.heads.vocabulary import kept_ids
 from specjax.io.hf import TensorReader, read_config, write_json, write_safetensors
 from specjax.layers.rope import RopeConfig
 from tests.heads.eagle3 import cases

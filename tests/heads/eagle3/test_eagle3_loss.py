@@ -11,7 +11,8 @@ import pytest
 from specjax.core.params import leaves_with_names
 from specjax.heads.base import TrainBatch
 from specjax.heads.eagle3 import loss as ttt
-from specjax.heads.eagle3.network import fuse, kept_ids
+from specjax.heads.eagle3.network import fuse
+from specjax.heads.vocabulary import kept_ids
 from specjax.layers.linear import linear_f32
 from specjax.layers.norm import rms_norm
 from tests.heads.eagle3 import cases

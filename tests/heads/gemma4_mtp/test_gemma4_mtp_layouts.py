@@ -97,7 +97,7 @@ def wrong_layer(index: int, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"hidden": 64}, "width 32 .backbone_hidden_size., this one is 64"),
+        ({"hidden": 64}, "width 32, this one is 64"),
         ({"vocab": 145}, "vocabulary of 144 tokens, the target has 145"),
         (wrong_layer(2, cache=WindowKind(2, 8, 8, 6)), "sliding layers expect key-value heads 1"),
         (wrong_layer(3, cache=FullKind(1, 8, 8)), "full layers expect dims of a key 16"),
