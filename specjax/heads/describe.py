@@ -19,9 +19,9 @@ from specjax.core.errors import PairingError
 from specjax.core.params import ParamSpec, leaves_with_names
 from specjax.heads.catalog import HeadEntry, Published
 from specjax.io.hf import TensorReader, read_config, resolve
-from specjax.layers.router import RouterConfig
 from specjax.targets import catalog as targets
 from specjax.targets.base import TargetInfo
+from specjax.targets.describe import routers
 from specjax.targets.loading import from_config, text_config
 
 TITLES = {
@@ -306,17 +306,8 @@ def _used(head: Any, spec: ParamSpec) -> int:
     size = math.prod(spec.shape)
     if spec.axes[0] != "experts":
         return size
-    router = next(_routers(head))
+    router = next(routers(head))
     return size // router.experts * router.top_k
-
-
-def _routers(part: Any) -> Iterator[RouterConfig]:
-    """Find the router in a head's description, wherever its layer keeps it."""
-    if isinstance(part, RouterConfig):
-        yield part
-    elif dataclasses.is_dataclass(part):
-        for field in dataclasses.fields(part):
-            yield from _routers(getattr(part, field.name))
 
 
 def _state_bytes(head: Any, capacity: int) -> int:

@@ -218,7 +218,7 @@ def parameter_counts(target: Target) -> tuple[int, int]:
     for kind, layers in collections.Counter(target.config.kinds).items():
         specs = kind.abstract("")
         size, idle = count(specs), 0
-        for router in _routers(kind):
+        for router in routers(kind):
             held = sum(
                 math.prod(spec.shape)
                 for _, spec in leaves_with_names(specs)
@@ -264,17 +264,17 @@ def _layer_groups(kinds: Iterable[LayerKind]) -> tuple[LayerGroup, ...]:
 
 
 def _expert_groups(kinds: Iterable[LayerKind]) -> tuple[ExpertGroup, ...]:
-    routers = collections.Counter(router for kind in kinds for router in _routers(kind))
-    return tuple(ExpertGroup(layers, r.top_k, r.experts) for r, layers in routers.items())
+    counted = collections.Counter(router for kind in kinds for router in routers(kind))
+    return tuple(ExpertGroup(layers, r.top_k, r.experts) for r, layers in counted.items())
 
 
-def _routers(part: Any) -> Iterator[RouterConfig]:
+def routers(part: Any) -> Iterator[RouterConfig]:
     """Find the router in a layer's description, wherever its family keeps it."""
     if isinstance(part, RouterConfig):
         yield part
     elif dataclasses.is_dataclass(part):
         for field in dataclasses.fields(part):
-            yield from _routers(getattr(part, field.name))
+            yield from routers(getattr(part, field.name))
 
 
 def _storage(config: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
