@@ -35,7 +35,7 @@ def count_prompts(tokenizer: Any, files: Sequence[Path], vocab: int) -> np.ndarr
 
 def build(
     target: str,
-    data: list[Path],
+    data: Sequence[str | Path],
     size: int,
     output: Path,
     max_length: int | None,
@@ -46,7 +46,7 @@ def build(
 
     from specjax.data import draft_vocab
     from specjax.data.chat import ChatEncoder
-    from specjax.data.dataset import load_chats
+    from specjax.data.conversations import load_chats
     from specjax.io.hf import read_config, read_stop_ids, resolve
 
     root = resolve(target)
@@ -59,11 +59,11 @@ def build(
     second = count_prompts(tokenizer, fill, total) if fill else None
     vocab = draft_vocab.choose(occurrences, size, stops, second)
     draft_vocab.save(vocab, output)
+    left_out = ", ".join(f"{number} {reason}" for reason, number in counts.left_out().items())
     return (
         f"{output}: {size} of {len(vocab.t2d)} tokens cover {vocab.coverage:.2%} of "
         f"{counts.supervised} answer tokens ({int((occurrences > 0).sum())} distinct) in "
-        f"{counts.used} rows; left out: {counts.empty} empty, {counts.short} short, "
-        f"{counts.masked} without an answer"
+        f"{counts.used} rows; left out: {left_out or 'none'}"
     )
 
 
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     """Command line entry; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--target", required=True, help="Hugging Face directory or hub id")
-    parser.add_argument("--data", required=True, nargs="+", type=Path, help="chat JSON lines")
+    parser.add_argument("--data", required=True, nargs="+", help="conversations, as for training")
     parser.add_argument("--size", type=int, default=8192, help="tokens to keep (default 8192)")
     parser.add_argument("--output", required=True, type=Path, help="safetensors file to write")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Chat files to fixed-shape training batches, in an order that (seed, epoch) alone decides.
+"""Encoded rows to fixed-shape training batches, in an order that (seed, epoch) alone decides.
 
 Random access by (epoch, step) makes resume exact without stored state. (grain shuffles and
 resumes too, but groups neither by length nor into a few static shapes, which jit wants.)
@@ -6,82 +6,12 @@ resumes too, but groups neither by length nor into a few static shapes, which ji
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from jaxtyping import Bool, Int
 
 from specjax.core.errors import DataError
-from specjax.data.chat import ChatEncoder, Encoded
-from specjax.data.prompts import messages_of, read_json_lines
-
-
-@dataclass
-class RowCounts:
-    """What became of the rows of a file.
-
-    Attributes:
-      used: rows that are trained on.
-      cut: of these, rows cut to the maximum length.
-      empty: rows without messages.
-      short: rows of fewer than two tokens, in which nothing is predicted.
-      masked: rows without an assistant's token within the maximum length.
-      tokens: tokens of the used rows.
-      supervised: of these, tokens the assistant said.
-    """
-
-    used: int = 0
-    cut: int = 0
-    empty: int = 0
-    short: int = 0
-    masked: int = 0
-    tokens: int = 0
-    supervised: int = 0
-
-
-def load_chats(
-    paths: Sequence[str | Path], encoder: ChatEncoder, max_length: int | None = None
-) -> tuple[list[Encoded], RowCounts]:
-    """Read chat files ({"messages": [...]} a line) and encode what can be trained on.
-
-    Args:
-      paths: JSON lines files, read in this order.
-      encoder: renders and masks.
-      max_length: longer rows are cut.
-
-    Returns:
-      (usable rows in file order, what became of all rows).
-
-    Raises:
-      DataError: naming file and line of a malformed row, or when no row can be used.
-    """
-    rows: list[Encoded] = []
-    counts = RowCounts()
-    for path in paths:
-        for where, row in read_json_lines(path):
-            messages = messages_of(row, where)
-            if not messages:
-                counts.empty += 1
-                continue
-            try:
-                whole = encoder.encode(messages)
-            except DataError as error:
-                raise DataError(f"{where}: {error}") from None
-            encoded = whole.cut(max_length)
-            # Nothing comes before token 0, so it is never predicted.
-            if len(encoded.ids) < 2:
-                counts.short += 1
-            elif not encoded.mask[1:].any():
-                counts.masked += 1
-            else:
-                rows.append(encoded)
-                counts.used += 1
-                counts.cut += len(encoded.ids) < len(whole.ids)
-                counts.tokens += len(encoded.ids)
-                counts.supervised += int(encoded.mask.sum())
-    if not rows:
-        raise DataError(f"no row of {', '.join(map(str, paths))} can be trained on: {counts}")
-    return rows, counts
+from specjax.data.chat import Encoded
 
 
 @dataclass(frozen=True)

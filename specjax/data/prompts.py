@@ -1,12 +1,12 @@
-"""Prompt files and chat files: JSON lines, every mistake named by file and line."""
+"""Prompt files, and the messages of chat files: every mistake named by file and line."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from specjax.core.errors import DataError
+from specjax.data.sources import RowError, read_rows
 
 Message = dict[str, Any]
 """One message of a conversation: at least "role" and "content"."""
@@ -34,31 +34,16 @@ class Prompt:
         return [*system, {"role": "user", "content": self.turns[0]}]
 
 
-def read_json_lines(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield ("file:line", object) for each line of a UTF-8 JSON lines file that is not blank.
+def read_json_lines(source: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (place, object) for each row of a source (see `specjax.data.sources`), all of them.
 
     Raises:
-      DataError: no such file, a line that is not a JSON object, or a file without any row.
+      DataError: no such source, a row that is not a JSON object, or a source without any row.
     """
-    path = Path(path).expanduser()
-    if not path.is_file():
-        raise DataError(f"no such file: {path}")
-    empty = True
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            try:
-                row = json.loads(line.decode("utf-8-sig"))
-            except ValueError as error:  # also a line that is not UTF-8
-                raise DataError(f"{where}: not a line of JSON in UTF-8: {error}") from None
-            if not isinstance(row, dict):
-                raise DataError(f"{where}: expected a JSON object, found {type(row).__name__}")
-            empty = False
-            yield where, row
-    if empty:
-        raise DataError(f"{path} is empty: expected one JSON object a line")
+    for where, row in read_rows(source):
+        if isinstance(row, RowError):
+            raise row
+        yield where, row
 
 
 def messages_of(row: dict[str, Any], where: str) -> list[Message]:
@@ -70,16 +55,41 @@ def messages_of(row: dict[str, Any], where: str) -> list[Message]:
     """
     messages = row.get("messages")
     if not isinstance(messages, list):
-        raise DataError(f'{where}: expected a list "messages", found keys {sorted(row)}')
-    for index, message in enumerate(messages):
-        role = message.get("role") if isinstance(message, dict) else None
-        if role not in ROLES:
-            raise DataError(
-                f"{where}: message {index} has role {role!r}, expected one of {', '.join(ROLES)}"
-            )
-        if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
-            raise DataError(f'{where}: message {index} ({role}) has no text under "content"')
-    return messages
+        raise RowError(
+            'no list "messages"', f'{where}: expected a list "messages", found keys {sorted(row)}'
+        )
+    return [checked_message(message, index, where) for index, message in enumerate(messages)]
+
+
+def checked_message(message: Any, index: int, where: str) -> Message:
+    """The message if it has a known role and text; text in parts is joined.
+
+    Raises:
+      RowError: no known role, or content that is not text (it may be missing where there are tool
+        calls).
+    """
+    role = message.get("role") if isinstance(message, dict) else None
+    if role not in ROLES:
+        raise RowError(
+            "unknown role",
+            f"{where}: message {index} has role {role!r}, expected one of {', '.join(ROLES)}",
+        )
+    content = message.get("content")
+    if isinstance(content, list) and all(_is_text(part) for part in content):
+        return {**message, "content": "".join(part["text"] for part in content)}
+    if not isinstance(content, str) and not message.get("tool_calls"):
+        raise RowError(
+            "message without text", f'{where}: message {index} ({role}) has no text under "content"'
+        )
+    return message
+
+
+def _is_text(part: Any) -> bool:
+    return (
+        isinstance(part, dict)
+        and part.get("type", "text") == "text"
+        and isinstance(part.get("text"), str)
+    )
 
 
 def prompt_of(row: dict[str, Any], where: str, suffix: str = "") -> Prompt:
@@ -116,7 +126,7 @@ def load_prompts(path: str | Path, suffix: str = "", limit: int | None = None) -
     """Read a prompt file.
 
     Args:
-      path: JSON lines, see `prompt_of`.
+      path: JSON lines or another source, see `read_rows`; its rows see `prompt_of`.
       suffix: text appended to each user message.
       limit: read the first ``limit`` rows only.
 

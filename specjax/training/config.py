@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from specjax.core.errors import ConfigError
+from specjax.data.sources import split_list
 from specjax.targets.config import TargetConfig
 
 Dtype = Literal["float32", "bfloat16"]
@@ -61,14 +62,20 @@ class DataConfig:
     """What a head is trained on.
 
     Attributes:
-        files: chat file, or several: JSON lines with "messages"; the assistant's tokens are
-            supervised.
+        files: sources of conversations, with commas between or as a tuple: JSON lines, .json,
+            .parquet, a folder of these or one that `datasets` saved, or
+            hf://datasets/OWNER/NAME[:SPLIT]. The assistant's tokens are supervised.
         max_length: longer conversations are cut to this many tokens.
         lengths: static lengths that batches are padded to, ascending; empty for four of them up
             to `max_length`. Each costs one compilation.
         min_supervised: rows with fewer supervised tokens are left out and counted.
         holdout: this many rows are kept out of training, to measure the loss on.
         shuffle: draw rows in an order given by seed and epoch.
+        strict: refuse a malformed row instead of counting it.
+        chat_template: used instead of the tokenizer's: a file, or chatml or plain.
+        enable_thinking: passed to the chat template; None leaves it to the template.
+        supervise_thinking: whether think blocks of the answers are trained on where the template
+            keeps them.
     """
 
     files: str | tuple[str, ...] = ()
@@ -77,6 +84,10 @@ class DataConfig:
     min_supervised: int = 1
     holdout: int = 0
     shuffle: bool = True
+    strict: bool = False
+    chat_template: str | None = None
+    enable_thinking: bool | None = None
+    supervise_thinking: bool = True
 
     def __post_init__(self) -> None:
         """Refuse values that cannot be meant."""
@@ -93,8 +104,8 @@ class DataConfig:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The chat files, however many were given."""
-        return (self.files,) if isinstance(self.files, str) else self.files
+        """The sources, however many were given."""
+        return split_list(self.files)
 
     def buckets(self) -> tuple[int, ...]:
         """The static lengths in use: those given, or quarters of the longest."""

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from specjax.core.errors import DataError
+from specjax.data import sources
 from specjax.io.hf import resolve
-from specjax.training.config import TrainerConfig
+from specjax.training.config import DataConfig, TrainerConfig
 from specjax.training.partition import Leaves, digest
 
 _EDGE = 1 << 16
@@ -28,6 +28,7 @@ def of_run(config: TrainerConfig, head: Any, frozen: Leaves) -> dict[str, Any]:
         "data": of_files(data.paths),
         "batches": [list(data.buckets()), data.max_length, data.min_supervised, data.holdout],
         "shuffle": data.shuffle,
+        "rendering": _rendering(data),
         "batch_size": config.batch_size,
         "accumulation": config.accumulation,
         "target_dtype": config.target_dtype,
@@ -59,18 +60,21 @@ def of_target(path: str) -> str:
 
 
 def of_files(paths: Iterable[str]) -> str:
-    """Return a digest of the training files' contents, in order.
+    """Return a digest of what the data sources hold, in order.
 
     Raises:
-        DataError: no such file.
+        DataError: no such source.
     """
-    total = hashlib.sha256()
-    for path in paths:
-        try:
-            total.update(hashlib.sha256(Path(path).expanduser().read_bytes()).digest())
-        except OSError as error:
-            raise DataError(f"cannot read {path}: {error.strerror}") from None
-    return total.hexdigest()[:12]
+    return sources.digest(paths)
+
+
+def _rendering(data: DataConfig) -> list[Any] | None:
+    """What the tokens and masks depend on beside the files; None for the target's own template."""
+    template = data.chat_template
+    if template and Path(template).expanduser().is_file():
+        template = of_files([template])
+    given = [template, data.enable_thinking, data.supervise_thinking]
+    return None if given == [None, None, True] else given
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:

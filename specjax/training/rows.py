@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from specjax.core.errors import DataError
 from specjax.data.chat import ChatEncoder
-from specjax.data.dataset import Batches, RowCounts, load_chats
+from specjax.data.conversations import RowCounts, load_chats
+from specjax.data.dataset import Batches
+from specjax.data.templates import read_template
 from specjax.io.hf import resolve
-from specjax.training.config import TrainerConfig
+from specjax.training.config import DataConfig, TrainerConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +43,8 @@ def load(config: TrainerConfig, stop_ids: tuple[int, ...]) -> TrainingData:
 
     data = config.data
     tokenizer = AutoTokenizer.from_pretrained(resolve(config.target))
-    encoder = ChatEncoder(tokenizer, stop_ids)
-    rows, counts = load_chats(data.paths, encoder, data.max_length)
+    encoder = encoder_for(data, tokenizer, stop_ids)
+    rows, counts = load_chats(data.paths, encoder, data.max_length, data.strict)
     # Token 0 is never predicted, whatever its mask.
     usable = [row for row in rows if row.mask[1:].sum() >= data.min_supervised]
     few = len(rows) - len(usable)
@@ -63,16 +66,29 @@ def load(config: TrainerConfig, stop_ids: tuple[int, ...]) -> TrainingData:
     )
 
 
+def encoder_for(data: DataConfig, tokenizer: Any, stop_ids: tuple[int, ...]) -> ChatEncoder:
+    """Return what renders and masks conversations as the settings say.
+
+    Raises:
+        DataError: no chat template, or one that cannot be used.
+    """
+    template = data.chat_template and read_template(data.chat_template, tokenizer)
+    options = {} if data.enable_thinking is None else {"enable_thinking": data.enable_thinking}
+    return ChatEncoder(
+        tokenizer,
+        stop_ids,
+        chat_template=template or None,
+        supervise_thinking=data.supervise_thinking,
+        **options,
+    )
+
+
 def _report(counts: RowCounts, few: int, trained: int) -> str:
-    left_out = {
-        "empty": counts.empty,
-        "too short": counts.short,
-        "without an answer in reach": counts.masked,
-        "with too few supervised tokens": few,
-    }
-    dropped = ", ".join(f"{number} {name}" for name, number in left_out.items() if number)
+    left_out = counts.left_out() | ({"with too few supervised tokens": few} if few else {})
+    dropped = ", ".join(f"{number} {name}" for name, number in left_out.items())
+    places = f"; malformed rows, the first: {'; '.join(counts.places)}" if counts.places else ""
     return (
         f"{trained} rows to train on, {counts.used - few - trained} held out; "
         f"{counts.supervised} of {counts.tokens} tokens supervised; {counts.cut} rows cut; "
-        f"left out: {dropped or 'none'}"
+        f"left out: {dropped or 'none'}{places}"
     )

@@ -17,6 +17,10 @@ SPECIAL = [
     "</s>",
     "<|user|>",
     "<|assistant|>",
+    "<start_of_turn>",
+    "<end_of_turn>",
+    "[INST]",
+    "[/INST]",
 ]
 
 CORPUS = [

@@ -41,3 +41,25 @@ ALTERNATING = (  # refuses a system message
     "{{ raise_exception('system role not supported') }}{% endif %}"
     "{{ m['content'] }}</s>{% endfor %}"
 )
+GEMMA = (  # as Gemma: the assistant is "model", contents trimmed
+    "{{ bos_token }}{% for m in messages %}<start_of_turn>"
+    "{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n"
+    "{{ m['content'] | trim }}<end_of_turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+INST = (  # as Mistral: a blank before the answer, no generation prompt
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %} {{ m['content'] }}"
+    "</s>{% else %}[INST] {{ m['content'] }} [/INST]{% endif %}{% endfor %}"
+)
+MARKED = (  # with generation marks around the end-of-turn token
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<|im_end|>"
+    "{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED_INSIDE = (  # with generation marks that leave the end-of-turn token out
+    MARKED.replace(
+        "{{ m['content'] }}<|im_end|>{% endgeneration %}",
+        "{{ m['content'] }}{% endgeneration %}<|im_end|>",
+    )
+)

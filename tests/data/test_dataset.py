@@ -7,7 +7,8 @@ import pytest
 
 from specjax.core.errors import DataError
 from specjax.data.chat import ChatEncoder, Encoded
-from specjax.data.dataset import Batches, Position, load_chats
+from specjax.data.conversations import load_chats
+from specjax.data.dataset import Batches, Position
 from tests.data.templates import CHATML
 
 
@@ -49,12 +50,13 @@ def test_f26_truncation(tmp_path, encoder):
 
 def test_nothing_to_train_on(tmp_path, encoder):
     """A file of unusable rows is refused; a malformed row is named."""
-    with pytest.raises(DataError, match=r"no row .* masked=1"):
+    with pytest.raises(DataError, match=r"no row of .*: 1 without an answer"):
         load_chats([write(tmp_path / "d.jsonl", chat("asked"))], encoder)
-    with pytest.raises(DataError, match=r"no row .* short=1"):
+    with pytest.raises(DataError, match=r"no row of .*: 1 too short"):
         load_chats([write(tmp_path / "d.jsonl", chat("a", "b"))], encoder, max_length=1)
-    with pytest.raises(DataError, match=r"d\.jsonl:2: expected a list"):
-        load_chats([write(tmp_path / "d.jsonl", chat("a", "b"), {"turns": ["a"]})], encoder)
+    with pytest.raises(DataError, match=r"d\.jsonl:2: no .responses"):
+        path = write(tmp_path / "d.jsonl", chat("a", "b"), {"turns": ["a"]})
+        load_chats([path], encoder, strict=True)
 
 
 def rows_of(*lengths):

@@ -40,7 +40,7 @@ def test_buckets() -> None:
 
 def test_paths() -> None:
     assert DATA.paths == ("a.jsonl",)
-    assert DataConfig(files=("a", "b")).paths == ("a", "b")
+    assert DataConfig(files=("a", "b")).paths == DataConfig(files="a, b").paths == ("a", "b")
 
 
 def test_imports_nothing_heavy() -> None:
