@@ -44,6 +44,7 @@ class FreeHead:
 
     name: ClassVar[str] = "free"
     taps: ClassVar[tuple[int, ...]] = ()
+    reads: ClassVar[tuple[int, ...]] = ()
     max_tokens: ClassVar[int | None] = None
 
     def specs(self) -> Any:

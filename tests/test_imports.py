@@ -25,6 +25,7 @@ DOORS = {
     "eval",
     "show_heads",
     "show_targets",
+    "train_door",
     "doctor",
     "config",
     "bindings",

@@ -24,6 +24,7 @@ class DFlashConfig:
       sample_from_anchor: slot k predicts the token behind its own position (DeepSpec), so that a
         block drafts block_size tokens; off, the token at its position (z-lab), one draft fewer.
       mask_token_id: token that stands in the slots behind the anchor; one that no text contains.
+      draft_vocab: file with the target ids that the head can draft; "" drafts any token.
       layers: decoder layers.
       layer_types: "full" or "sliding" for each layer; () makes all full.
       sliding_window: committed positions that a sliding layer sees.
@@ -58,6 +59,7 @@ class DFlashConfig:
     block_size: int = 16
     sample_from_anchor: bool = False
     mask_token_id: int = -1
+    draft_vocab: str = ""
     layers: int = 5
     layer_types: tuple[LayerType, ...] = ()
     sliding_window: int = 0

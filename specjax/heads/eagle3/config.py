@@ -35,6 +35,8 @@ class Eagle3Config:
       norm_before_fc: one norm over all tapped states together.
       fc_norm: one norm per tapped state.
       norm_output: carry the normed output to the next step.
+      train_output: train the output layer over a draft vocabulary, which starts as the target's
+        rows; off, it stays these rows.
       ttt_length: steps of the training-time test.
       step_loss_decay: weight of step s is this to the power of s.
       loss: the loss of a step; lk_alpha and lk_lambda work on step means, the others per row.
@@ -61,6 +63,7 @@ class Eagle3Config:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    train_output: bool = True
     ttt_length: int = 7
     step_loss_decay: float = 0.8
     loss: Eagle3Loss = "soft_ce"

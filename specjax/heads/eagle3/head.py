@@ -155,7 +155,7 @@ class Eagle3Head:
             mapped=reduced,
             own_embedding=layout != "safeai",
             own_output=True,
-            trained_output=layout == "safeai",
+            trained_output=layout == "safeai" and config.train_output,
             layout=layout,
             target_layers=info.num_layers,
             max_context=info.max_context,
