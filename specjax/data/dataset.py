@@ -84,6 +84,24 @@ class Batches:
         self._planned = (epoch, plan)
         return plan
 
+    @property
+    def padding(self) -> float:
+        """The share of positions that are pads, in the first epoch."""
+        room = sum(length for length, _ in self._plan(0)) * self.batch_size
+        return 1 - float(self._row_lengths.sum()) / room
+
+    def shape(self, position: Position) -> tuple[int, int]:
+        """(B, S) of the batch at ``position``."""
+        return self.batch_size, self._plan(position.epoch)[position.step][0]
+
+    def members(self, position: Position) -> list[list[int]]:
+        """Which of ``rows`` stand in each row of the batch at ``position``, from the left.
+
+        At most ``batch_size`` rows; those that are missing are empty.
+        """
+        _, members = self._plan(position.epoch)[position.step]
+        return [[int(member)] for member in members]
+
     def batch(self, position: Position) -> dict[str, np.ndarray]:
         """The batch at ``position``.
 
@@ -91,14 +109,15 @@ class Batches:
           {"input_ids": int32 [B,S], "loss_mask": bool [B,S], "lengths": int32 [B]}, right-padded.
           One batch of an epoch may end in rows of length 0, so that its shape is static too.
         """
-        length, members = self._plan(position.epoch)[position.step]
-        ids: Int[np.ndarray, "B S"] = np.full((self.batch_size, length), self.pad_id, np.int32)
-        mask: Bool[np.ndarray, "B S"] = np.zeros((self.batch_size, length), bool)
+        shape = self.shape(position)
+        ids: Int[np.ndarray, "B S"] = np.full(shape, self.pad_id, np.int32)
+        mask: Bool[np.ndarray, "B S"] = np.zeros(shape, bool)
         lengths: Int[np.ndarray, " B"] = np.zeros(self.batch_size, np.int32)
-        for b, member in enumerate(members):
-            row = self.rows[member]
-            n = lengths[b] = len(row.ids)
-            ids[b, :n], mask[b, :n] = row.ids, row.mask
+        for b, members in enumerate(self.members(position)):
+            for row in (self.rows[member] for member in members):
+                part = slice(int(lengths[b]), int(lengths[b]) + len(row.ids))
+                ids[b, part], mask[b, part] = row.ids, row.mask
+                lengths[b] = part.stop
         return {"input_ids": ids, "loss_mask": mask, "lengths": lengths}
 
     def iterate(

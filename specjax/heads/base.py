@@ -13,6 +13,7 @@ import jax
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from specjax.core.errors import ConfigError
 from specjax.layers.sampling import Sampling
 from specjax.targets.base import Target
 
@@ -112,6 +113,11 @@ class TrainBatch:
         taps: `[n, B, S, H]` the tapped residual streams that the head declared.
         key: PRNG key of this batch, for heads that draw anchors or noise.
         keys: (keys, values) `[B, N, S, D]` of the target's layers that the head declared to read.
+        documents: `[B, S]` document of each token where rows pack several, counted from 0 in each
+            row (-1: padding). A document is contiguous, and nothing is predicted or attended to
+            across its ends. None: a row is one text.
+        positions: `[B, S]` positions for the rotary embedding, from 0 in each document; given
+            exactly where `documents` is.
     """
 
     tokens: Int[Array, "B S"]
@@ -121,6 +127,18 @@ class TrainBatch:
     taps: Float[Array, "n B S H"]
     key: Key[Array, ""]
     keys: tuple[tuple[jax.Array, jax.Array], ...] = ()
+    documents: Int[Array, "B S"] | None = None
+    positions: Int[Array, "B S"] | None = None
+
+
+def refuse_packed(batch: TrainBatch, name: str) -> None:
+    """Refuse rows of several texts for a loss that would predict across their ends.
+
+    Raises:
+        ConfigError: the batch is packed.
+    """
+    if batch.documents is not None:
+        raise ConfigError(f"{name} is not trained on packed rows: set Data.pack=False")
 
 
 class Head(Protocol):

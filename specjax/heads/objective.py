@@ -7,18 +7,49 @@ head can be trained by every published recipe.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.heads.objective_config import Objective
 from specjax.layers import losses
+from specjax.layers.sampling import first_argmax
 
-__all__ = ["Objective", "needs_teacher", "reduce", "slot_terms", "slot_weights", "total"]
+__all__ = [
+    "Objective",
+    "Slots",
+    "compare",
+    "draft_labels",
+    "needs_teacher",
+    "over_steps",
+    "reduce",
+    "slot_terms",
+    "slot_weights",
+    "total",
+]
 
 _WEIGHT_EPSILON = 1e-6  # DeepSpec's
+_OVERLAP = "overlap"  # what lk_lambda reads beside its own entry
+
+
+@struct.dataclass
+class Slots:
+    """What comparing a head's logits with the target's gives per slot.
+
+    Attributes:
+        terms: loss terms by name, float32, not weighted.
+        accept: the overlap of both distributions, without a gradient; None without a teacher.
+        pred: the head's most probable id.
+        best: the target's most probable one among what can be drafted; None without a teacher.
+    """
+
+    terms: dict[str, Float[Array, "*B"]]
+    accept: Float[Array, "*B"] | None
+    pred: Int[Array, "*B"]
+    best: Int[Array, "*B"] | None
 
 
 def needs_teacher(objective: Objective) -> bool:
@@ -26,38 +57,68 @@ def needs_teacher(objective: Objective) -> bool:
     return objective.terms != ("hard_ce",)
 
 
-def slot_terms(
+def compare(
     objective: Objective,
     draft: Float[Array, "*B V"],
-    target: Float[Array, "*B V"] | None,
+    target: Float[Array, "*C V"] | None,
     labels: Int[Array, "*B"] | None,
-) -> dict[str, Float[Array, "*B"]]:
-    """Return each term of the objective per slot, float32, not weighted.
+    mass: Float[Array, "*C"] | None = None,
+) -> Slots:
+    """Compare logits slot by slot.
 
     Args:
         objective: which terms.
         draft: the head's logits.
-        target: the target's logits of the same slots, over the same vocabulary; no gradient goes
-            there. None where no term needs it.
+        target: the target's logits of the same slots (or of size 1 where slots share them), over
+            the same vocabulary; no gradient goes there. None where no term needs it.
         labels: the text's token of each slot, as an index of that vocabulary; for "hard_ce".
+        mass: share of the target's whole distribution that this vocabulary holds, where acceptance
+            is to be told by the whole; None takes the vocabulary for the whole.
     """
-    out: dict[str, jax.Array] = {}
-    for name in objective.terms:
-        if name == "hard_ce":
-            assert labels is not None
-            out[name] = losses.hard_cross_entropy(draft, labels)
-            continue
-        assert target is not None
-        if name == "soft_ce":
-            probs = jax.nn.softmax(jax.lax.stop_gradient(target).astype(jnp.float32), axis=-1)
-            out[name] = losses.soft_cross_entropy(draft, probs)
-        elif name == "l1":
-            out[name] = 2.0 * losses.tv(draft, target)
-        elif name == "lk_hybrid":
-            out[name] = losses.lk_hybrid(draft, target, objective.lk_eta)
-        else:
-            out[name] = losses.TERMS[name](draft, target)
-    return out
+    terms: dict[str, jax.Array] = {}
+    if "hard_ce" in objective.terms:
+        assert labels is not None
+        terms["hard_ce"] = losses.hard_cross_entropy(draft, labels)
+    accept = best = None
+    if target is not None:
+        both = losses.pair(draft, target)
+        overlap, best = losses.shared(both, mass), both.best[..., 0]
+        accept = jax.lax.stop_gradient(overlap)
+        for name in objective.terms:
+            if name == "lk_alpha":
+                terms[name] = overlap
+            elif name == "lk_lambda":
+                terms |= {name: losses.term("soft_ce", both), _OVERLAP: overlap}
+            elif name != "hard_ce":
+                terms[name] = losses.term(name, both, objective.lk_eta)
+    else:
+        assert not needs_teacher(objective)
+    return Slots(terms, accept, first_argmax(draft), best)
+
+
+def slot_terms(
+    objective: Objective,
+    draft: Float[Array, "*B V"],
+    target: Float[Array, "*C V"] | None,
+    labels: Int[Array, "*B"] | None,
+) -> dict[str, Float[Array, "*B"]]:
+    """Return the terms of `compare` alone."""
+    return compare(objective, draft, target, labels).terms
+
+
+def draft_labels(
+    kept: Bool[Array, " V"] | None, labels: Int[Array, "*B"]
+) -> tuple[Int[Array, "*B"], Bool[Array, "*B"]]:
+    """Return (draft ids of target ids, whether they can be drafted).
+
+    Args:
+        kept: which target ids can be drafted (`t2d`); None: all, under the same ids.
+        labels: target ids.
+    """
+    if kept is None:
+        return labels, jnp.ones(labels.shape, bool)
+    ids = jnp.maximum(jnp.cumsum(kept.astype(jnp.int32)) - 1, 0)
+    return ids[labels], kept[labels]
 
 
 def slot_weights(
@@ -72,7 +133,7 @@ def slot_weights(
         objective: which weighting.
         slot: index k of each slot in its block (or its step), broadcastable to the mask.
         mask: slots that count; for "dpace" the slots of a block are the last axis.
-        terms: of `slot_terms`; "dpace" reads its cross entropy.
+        terms: of `compare`; "dpace" reads its cross entropy.
     """
     if objective.weighting == "dpace":
         entropy = terms["hard_ce"] if "hard_ce" in terms else terms["ce"]
@@ -117,10 +178,49 @@ def total(
     mask: Bool[Array, "B ..."],
     weights: Float[Array, "B ..."],
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """Return (the terms reduced, times their factors, added; each reduced term without factor)."""
-    parts = {name: reduce(objective, term, mask, weights) for name, term in terms.items()}
+    """Return (the terms reduced, times their factors, added; each reduced term without factor).
+
+    The losses on step means take the mean over what counts, by weight, whatever the divisor.
+    """
+    parts: dict[str, jax.Array] = {}
+    for name in objective.terms:
+        if name == "lk_alpha":
+            parts[name] = losses.lk_alpha(terms[name], mask, objective.lk_scale, weights)
+            continue
+        parts[name] = reduce(objective, terms[name], mask, weights)
+        if name == "lk_lambda":
+            scale, decay = objective.lk_scale, objective.lk_decay
+            mixed = losses.lk_lambda(parts[name], terms[_OVERLAP], mask, scale, decay, weights)
+            # Where nothing counts there is nothing to learn: not 1 - 0.
+            parts[name] = jnp.where(jnp.any(mask), mixed, 0.0)
     loss = sum(
         (factor * parts[name] for name, factor in objective.shares.items()),
         jnp.zeros((), jnp.float32),
     )
     return loss, parts
+
+
+def over_steps(
+    objective: Objective,
+    terms: Mapping[str, Float[Array, "B S K"]],
+    mask: Bool[Array, "B S K"],
+    shares: Sequence[float],
+) -> tuple[Float[Array, ""], list[Float[Array, ""]], Float[Array, "B S K"]]:
+    """Reduce the K steps of an unrolled head, each for itself; its steps are a row's slots.
+
+    Args:
+        objective: terms, weights and divisor of a step.
+        terms: of `compare`, steps last.
+        mask: rows that count at each step.
+        shares: weight of each step in the loss.
+
+    Returns:
+        (loss, each step's without its share, weights of the rows).
+    """
+    weights = slot_weights(objective, jnp.arange(mask.shape[-1]), mask, terms)
+    values = []
+    for k in range(mask.shape[-1]):
+        own = {name: term[..., k] for name, term in terms.items()}
+        values.append(total(objective, own, mask[..., k], weights[..., k])[0])
+    weighted = (share * value for share, value in zip(shares, values, strict=True))
+    return sum(weighted, jnp.zeros((), jnp.float32)), values, weights

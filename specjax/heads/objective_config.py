@@ -5,7 +5,20 @@ from typing import Literal
 
 from specjax.core.errors import ConfigError
 
-Term = Literal["hard_ce", "soft_ce", "ce", "kl_div", "rkl", "jsd", "tv", "l1", "nla", "lk_hybrid"]
+Term = Literal[
+    "hard_ce",
+    "soft_ce",
+    "ce",
+    "kl_div",
+    "rkl",
+    "jsd",
+    "tv",
+    "l1",
+    "nla",
+    "lk_hybrid",
+    "lk_alpha",
+    "lk_lambda",
+]
 Weighting = Literal["none", "dflash", "dflash_from_anchor", "exp", "dpace"]
 Normaliser = Literal["all", "counted", "counted_per_row", "weights", "weights_eps", "rows"]
 
@@ -17,14 +30,18 @@ class Objective:
     Attributes:
       terms: loss terms that are added. "hard_ce" takes the text's token as right, "ce" the
         target's most probable one; the others compare with the target's whole distribution.
+        "lk_alpha" and "lk_lambda" work on the means of a step (of all slots, in a block head).
       factors: of each term; () takes 1 for all.
       weighting: how much a slot k of a block counts; "dflash": 0 for slot 0, then
         exp(-(k - 1) / gamma); "dflash_from_anchor": exp(-k / gamma); "exp": base ** k; "dpace":
-        by how far the head is expected to get.
+        by how far the head is expected to get. Where a head is unrolled, the steps are the slots.
       gamma: slots until the weight has fallen by e.
       base: of "exp".
       dpace_alpha: smoothing of "dpace".
       lk_eta: of lk_hybrid.
+      lk_scale: of lk_alpha and lk_lambda: factor of the one, greatest weight of the cross entropy
+        in the other.
+      lk_decay: of lk_lambda: how fast that weight falls with the acceptance.
       normaliser: what a sum is divided by; "all": slots, padding included (EAGLE, DeepSpec's
         EAGLE-3); "counted": slots that count, at least one (MTP); "counted_per_row": those of a
         row, then the mean of rows (speculators); "weights": sum of the weights (z-lab);
@@ -38,6 +55,8 @@ class Objective:
     base: float = 0.8
     dpace_alpha: float = 0.5
     lk_eta: float = 3.0
+    lk_scale: float = 1.0
+    lk_decay: float = 3.0
     normaliser: Normaliser = "counted"
 
     def __post_init__(self) -> None:

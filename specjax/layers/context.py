@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.layers.attention import attend, causal_mask
+from specjax.layers.documents import Documents
 from specjax.layers.packing import Packing, pack, spread
 from specjax.layers.rope import RopeConfig, rope_tables
 
@@ -24,25 +25,27 @@ class Context:
     Attributes:
         lengths: `[B]` committed positions per row.
         valid: `[B]` real new positions per row; the rest are pads on the right.
-        positions: `[B, T]` their places in the sequence.
+        positions: `[B, T]` their places in the sequence, in their document where rows pack several.
         ropes: the tables of each rope configuration in the model.
-        causal: `[1, T, T]` which new positions see each other.
+        causal: `[1, T, T]`, or `[B, T, T]` with documents: which new positions see each other.
         attend: the attention function, see `layers.attention.attend`.
         shared: keys and values that later layers read: label to (cache entry, new), filled in by
             the layer loop.
         extra: what a family computes once for all of its layers.
         packing: the residual stream holds the real positions alone, `[1, N, H]`; None: `[B, T, H]`.
+        documents: the texts of each row, None where it is one.
     """
 
     lengths: Int[Array, " B"]
     valid: Int[Array, " B"]
     positions: Int[Array, "B T"]
     ropes: Mapping[RopeConfig, tuple[jax.Array, jax.Array]]
-    causal: Bool[Array, "1 T T"]
+    causal: Bool[Array, "b T T"]
     attend: Callable[..., jax.Array] = attend
     shared: Mapping[str, tuple[PyTree, PyTree]] = dataclasses.field(default_factory=dict)
     extra: PyTree = None
     packing: Packing | None = None
+    documents: Documents | None = None
 
     @classmethod
     def of(
@@ -53,17 +56,29 @@ class Context:
         ropes: Iterable[RopeConfig] = (),
         attend: Callable[..., jax.Array] = attend,
         packing: Packing | None = None,
+        documents: Documents | None = None,
     ) -> Context:
-        """Return the context of `length` new positions, every rope table computed once."""
-        positions = lengths[:, None] + jnp.arange(length)[None]
+        """Return the context of `length` new positions, every rope table computed once.
+
+        With `documents` nothing may be cached: `lengths` are 0.
+        """
+        if documents is None:
+            positions = lengths[:, None] + jnp.arange(length)[None]
+        else:
+            positions = documents.positions
+        tables = {config: rope_tables(config, positions) for config in dict.fromkeys(ropes)}
+        causal = causal_mask(length)
+        if documents is not None:
+            causal = causal & documents.together
         return cls(
             lengths=lengths,
             valid=valid,
             positions=positions,
-            ropes={config: rope_tables(config, positions) for config in dict.fromkeys(ropes)},
-            causal=causal_mask(length),
+            ropes=tables,
+            causal=causal,
             attend=attend,
             packing=packing,
+            documents=documents,
         )
 
     @property

@@ -27,6 +27,7 @@ from specjax.layers.cache.recurrent import (
     RecurrentUpdate,
     advance,
 )
+from specjax.layers.documents import Documents
 from specjax.layers.linear import linear, linear_f32
 from specjax.layers.norm import rms_norm
 from specjax.layers.packing import Packing, pack, spread
@@ -34,6 +35,7 @@ from specjax.layers.packing import Packing, pack, spread
 Weight = Any  # ParamSpec, jax.Array or ShapeDtypeStruct
 
 _L2_EPS = 1e-6  # fixed in the published models, whatever the norms' epsilon
+_FORGET = -1e4  # a log decay after which exactly 0 is left; infinite, its products are NaN
 _BLOCK = 16  # rows solved one by one; larger systems are put together from such blocks
 
 
@@ -142,6 +144,7 @@ def delta_net(
     entry: RecurrentCache | None,
     chunk: int = 64,
     packing: Packing | None = None,
+    documents: Documents | None = None,
 ) -> tuple[Float[Array, "B T H"], RecurrentUpdate]:
     """Run T new tokens through the layer; the cache is only read.
 
@@ -154,6 +157,7 @@ def delta_net(
         chunk: at most so many tokens are solved at once. Up to that many tokens are one chunk of
             their own length; longer inputs are cut into equal ones.
         packing: with one, x and what is returned first are `[1, N, H]`.
+        documents: the texts of each row; at the start of each, state and convolution are empty.
 
     Returns:
         (the shape and dtype of `x`, zeros at pads; what commit needs). All but the
@@ -168,7 +172,7 @@ def delta_net(
     if entry is None:
         entry = config.cache.empty(batch, 0, u.dtype.name)
     u = u.astype(entry.tail.dtype)  # as it will be cached: chunkings do not differ by rounding
-    mixed = jax.nn.silu(_convolve(entry.tail, u, weights.conv))
+    mixed = jax.nn.silu(_convolve(entry.tail, u, weights.conv, documents))
 
     def heads(part: jax.Array, count: int) -> jax.Array:
         return part.reshape(batch, length, count, -1).swapaxes(1, 2)
@@ -180,6 +184,8 @@ def delta_net(
     pace = jax.nn.softplus(spread(packing, linear_f32(x, weights.a)) + weights.dt_bias)
     # A pad neither forgets nor adds: a decay of 1 and a beta of 0.
     log_decay = jnp.where(real[..., None], -jnp.exp(weights.a_log) * pace, 0.0).swapaxes(1, 2)
+    if documents is not None:
+        log_decay = jnp.where(documents.first[:, None], _FORGET, log_decay)
     beta = jax.nn.sigmoid(spread(packing, linear_f32(x, weights.b)))
     beta = jnp.where(real[..., None], beta, 0.0).swapaxes(1, 2)
     o, w = delta_rule(q, k, v, log_decay, beta, entry.state, chunk)
@@ -325,15 +331,21 @@ def _sums_between(x: Float[Array, "*B C"]) -> Float[Array, "*B C D"]:
 
 
 def _convolve(
-    tail: Float[Array, "B J C"], u: Float[Array, "B T C"], filters: Float[Array, "C 1 K"]
+    tail: Float[Array, "B J C"],
+    u: Float[Array, "B T C"],
+    filters: Float[Array, "C 1 K"],
+    documents: Documents | None = None,
 ) -> Float[Array, "B T C"]:
-    """Convolve each channel with its filter over [tail | u], in float32."""
+    """Convolve each channel with its filter over [tail | u] in float32, documents apart."""
     length = u.shape[1]
     past = jnp.concatenate([tail, u], axis=1).astype(jnp.float32)
     filters = filters[:, 0].astype(jnp.float32)
     mixed = jnp.zeros(u.shape, jnp.float32)
     for tap in range(filters.shape[-1]):
-        mixed += past[:, tap : tap + length] * filters[:, tap]
+        part = past[:, tap : tap + length] * filters[:, tap]
+        if documents is not None:
+            part = jnp.where(documents.reached(filters.shape[-1] - 1 - tap)[..., None], part, 0)
+        mixed += part
     return mixed
 
 

@@ -9,6 +9,7 @@ EAGLE-3's (arXiv 2503.01840). No term carries a gradient to the target.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,17 +23,113 @@ MASK_EPSILON = 1e-5
 """What speculators adds to the count of slots it divides by."""
 
 
-def _log_probs(logits: jax.Array) -> jax.Array:
-    return jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+class Pair(NamedTuple):
+    """Both distributions of a slot, so that several terms share what is costly to compute.
+
+    Under jit, what no term reads is never computed.
+
+    Attributes:
+        draft: `[*B, V]` float32 logits.
+        log_sum: `[*B, 1]` log of the sum of their exponentials.
+        log_q: log probabilities of the draft.
+        q: the draft's distribution.
+        log_p: log probabilities of the target, without a gradient.
+        p: the target's distribution, without a gradient.
+        best: `[*B, 1]` the target's most probable index.
+    """
+
+    draft: Float[Array, "*B V"]
+    log_sum: Float[Array, "*B 1"]
+    log_q: Float[Array, "*B V"]
+    q: Float[Array, "*B V"]
+    log_p: Float[Array, "*C V"]
+    p: Float[Array, "*C V"]
+    best: Int[Array, "*C 1"]
 
 
-def _pair(draft: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (log q, log p), the latter without a gradient."""
-    return _log_probs(draft), jax.lax.stop_gradient(_log_probs(target))
+def pair(draft: Float[Array, "*B V"], target: Float[Array, "*C V"]) -> Pair:
+    """Return both distributions of logits; one target may stand for several slots (size 1)."""
+    draft = draft.astype(jnp.float32)
+    target = jax.lax.stop_gradient(target.astype(jnp.float32))
+    log_sum = jax.nn.logsumexp(draft, axis=-1, keepdims=True)
+    log_q = draft - log_sum
+    log_p = target - jax.nn.logsumexp(target, axis=-1, keepdims=True)
+    best = sampling.first_argmax(target)[..., None]
+    return Pair(draft, log_sum, log_q, jnp.exp(log_q), log_p, jnp.exp(log_p), best)
 
 
-def _divergence(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
+def _divergence(p: jax.Array, log_p: jax.Array, log_q: jax.Array) -> jax.Array:
+    return jnp.sum(p * (log_p - log_q), axis=-1)
+
+
+def _soft_ce(of: Pair) -> jax.Array:
+    return of.log_sum[..., 0] - jnp.sum(of.p * of.draft, axis=-1)
+
+
+def _kl_div(of: Pair) -> jax.Array:
+    return _divergence(of.p, of.log_p, of.log_q)
+
+
+def _rkl(of: Pair) -> jax.Array:
+    return _divergence(of.q, of.log_q, of.log_p)
+
+
+def _jsd(of: Pair) -> jax.Array:
+    log_m = jnp.logaddexp(of.log_p, of.log_q) - jnp.log(2.0)
+    return 0.5 * (_divergence(of.p, of.log_p, log_m) + _divergence(of.q, of.log_q, log_m))
+
+
+def _ce(of: Pair) -> jax.Array:
+    best = jnp.broadcast_to(of.best, of.log_sum.shape)
+    return (of.log_sum - jnp.take_along_axis(of.draft, best, axis=-1))[..., 0]
+
+
+def shared(of: Pair, mass: Float[Array, "*C"] | None = None) -> Float[Array, "*B"]:
+    """Return the overlap of a pair.
+
+    Args:
+        of: the pair.
+        mass: share of the target's whole distribution that these indices hold; None: all of it.
+    """
+    p = of.p if mass is None else of.p * mass[..., None]
+    return sampling.overlap(p, of.q)
+
+
+def _tv(of: Pair) -> jax.Array:
+    return 1.0 - shared(of)
+
+
+def _nla(of: Pair) -> jax.Array:
+    return -jnp.log(jnp.maximum(shared(of), _SMALLEST_OVERLAP))
+
+
+def _lk_hybrid(of: Pair, eta: float = 3.0) -> jax.Array:
+    overlapping = shared(of)
+    weight = jnp.exp(-eta * jax.lax.stop_gradient(overlapping))
+    return weight * _kl_div(of) + (1.0 - weight) * (1.0 - overlapping)
+
+
+_OF_PAIRS: Mapping[str, Callable[[Pair], jax.Array]] = {
+    "soft_ce": _soft_ce,
+    "kl_div": _kl_div,
+    "rkl": _rkl,
+    "jsd": _jsd,
+    "ce": _ce,
+    "tv": _tv,
+    "l1": lambda of: 2.0 * _tv(of),
+    "nla": _nla,
+}
+
+
+def term(name: str, of: Pair, eta: float = 3.0) -> Float[Array, "*B"]:
+    """Return a term per slot by its name, one of `TERMS`, "soft_ce" or "l1" (twice "tv").
+
+    Args:
+        name: which.
+        of: both distributions.
+        eta: of lk_hybrid.
+    """
+    return _lk_hybrid(of, eta) if name == "lk_hybrid" else _OF_PAIRS[name](of)
 
 
 def soft_cross_entropy(
@@ -52,43 +149,37 @@ def hard_cross_entropy(draft: Float[Array, "*B V"], labels: Int[Array, "*B"]) ->
 
 def kl_div(draft: Float[Array, "*B V"], target: Float[Array, "*B V"]) -> Float[Array, "*B"]:
     """Return KL(p, q)."""
-    log_q, log_p = _pair(draft, target)
-    return _divergence(log_p, log_q)
+    return _kl_div(pair(draft, target))
 
 
 def rkl(draft: Float[Array, "*B V"], target: Float[Array, "*B V"]) -> Float[Array, "*B"]:
     """Return KL(q, p)."""
-    log_q, log_p = _pair(draft, target)
-    return _divergence(log_q, log_p)
+    return _rkl(pair(draft, target))
 
 
 def jsd(draft: Float[Array, "*B V"], target: Float[Array, "*B V"]) -> Float[Array, "*B"]:
     """Return the mean of KL(p, m) and KL(q, m), m halfway between p and q."""
-    log_q, log_p = _pair(draft, target)
-    log_m = jnp.logaddexp(log_p, log_q) - jnp.log(2.0)
-    return 0.5 * (_divergence(log_p, log_m) + _divergence(log_q, log_m))
+    return _jsd(pair(draft, target))
 
 
 def ce(draft: Float[Array, "*B V"], target: Float[Array, "*B V"]) -> Float[Array, "*B"]:
     """Return `-log q` of the target's most probable token."""
-    best = jnp.argmax(target, axis=-1)[..., None]
-    return -jnp.take_along_axis(_log_probs(draft), best, axis=-1)[..., 0]
+    return _ce(pair(draft, target))
 
 
 def overlap(draft: Float[Array, "*B V"], target: Float[Array, "*B V"]) -> Float[Array, "*B"]:
     """Return `sum min(p, q)`: how often a draft from q is accepted."""
-    log_q, log_p = _pair(draft, target)
-    return sampling.overlap(jnp.exp(log_p), jnp.exp(log_q))
+    return shared(pair(draft, target))
 
 
 def tv(draft: Float[Array, "*B V"], target: Float[Array, "*B V"]) -> Float[Array, "*B"]:
     """Return the total variation distance, `1 - overlap`."""
-    return 1.0 - overlap(draft, target)
+    return _tv(pair(draft, target))
 
 
 def nla(draft: Float[Array, "*B V"], target: Float[Array, "*B V"]) -> Float[Array, "*B"]:
     """Return the negative log acceptance; below an overlap of 1e-5 it is flat."""
-    return -jnp.log(jnp.maximum(overlap(draft, target), _SMALLEST_OVERLAP))
+    return _nla(pair(draft, target))
 
 
 def lk_hybrid(
@@ -98,9 +189,7 @@ def lk_hybrid(
 
     Slots that hardly overlap learn by KL, those that do by the acceptance itself.
     """
-    shared = overlap(draft, target)
-    weight = jnp.exp(-eta * jax.lax.stop_gradient(shared))
-    return weight * kl_div(draft, target) + (1.0 - weight) * (1.0 - shared)
+    return _lk_hybrid(pair(draft, target), eta)
 
 
 TERMS: Mapping[str, Term] = {
@@ -198,16 +287,36 @@ def mixture(
     return sum(parts, jnp.zeros((), jnp.float32))
 
 
+def _weighted_mean(
+    values: Float[Array, " ..."],
+    mask: Bool[Array, " ..."],
+    weights: Float[Array, " ..."] | None,
+) -> Float[Array, ""]:
+    if weights is None:
+        return masked_sum(values, mask) / jnp.maximum(jnp.sum(mask), 1)
+    total = masked_sum(weights, mask)
+    return masked_sum(weights * values, mask) / jnp.where(total > 0, total, 1.0)
+
+
 def lk_alpha(
-    accept: Float[Array, " ..."], mask: Bool[Array, " ..."], scale: float = 1.0
+    accept: Float[Array, " ..."],
+    mask: Bool[Array, " ..."],
+    scale: float = 1.0,
+    weights: Float[Array, " ..."] | None = None,
 ) -> Float[Array, ""]:
     """Return SpecForge's LK alpha loss of a step: the mean of `-log accept` over counted rows.
 
     A row without any overlap gives 0 and no gradient.
+
+    Args:
+        accept: overlap per row.
+        mask: counted rows.
+        scale: factor.
+        weights: of the rows in the mean; None weighs all alike.
     """
     usable = mask & (accept > 0.0)
     logs = jnp.log(jnp.where(usable, accept, 1.0))
-    return -scale * jnp.sum(logs) / jnp.maximum(jnp.sum(mask), 1)
+    return -scale * _weighted_mean(logs, mask, weights)
 
 
 def lk_lambda(
@@ -216,6 +325,7 @@ def lk_lambda(
     mask: Bool[Array, " ..."],
     kl_scale: float = 1.0,
     kl_decay: float = 3.0,
+    weights: Float[Array, " ..."] | None = None,
 ) -> Float[Array, ""]:
     """Return SpecForge's LK lambda loss of a step, which works on the step's means.
 
@@ -228,8 +338,9 @@ def lk_lambda(
         mask: counted rows.
         kl_scale: w at no acceptance.
         kl_decay: how fast w falls.
+        weights: of the rows in the mean acceptance; None weighs all alike.
     """
-    mean = masked_sum(accept, mask) / jnp.maximum(jnp.sum(mask), 1)
+    mean = _weighted_mean(accept, mask, weights)
     weight = kl_scale * jnp.exp(-kl_decay * jax.lax.stop_gradient(mean))
     return weight * cross_entropy + (1.0 - weight) * (1.0 - mean)
 

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 from specjax.layers.blocks.dense import BlockConfig
 from specjax.layers.cache.full import FullKind
 from specjax.layers.cache.window import WindowKind
+from specjax.layers.documents import Documents
 from specjax.layers.layer_kind import LayerKind
 from specjax.layers.packing import Packing
 from specjax.layers.rope import RopeConfig
@@ -172,6 +173,7 @@ class Target:
         cache: Cache | None = None,
         taps: tuple[int, ...] = (),
         packing: Packing | None = None,
+        documents: Documents | None = None,
     ) -> TargetOut:
         """Run T new positions behind the cached ones; nothing is written.
 
@@ -184,15 +186,22 @@ class Target:
                 layers (L: before the final norm), as transformers counts `hidden_states`.
             packing: of the `valid` positions; products then run on these alone, and `hidden` and
                 `taps` come packed, `[1, N, H]` and `[n, 1, N, H]`. The update does not.
+            documents: the texts of rows that hold several; each gives what it gives alone, with
+                positions from 0. The update is for reading (`entries`): `commit` would take a row
+                for one text.
 
         Raises:
-            ValueError: a tap outside 0..L.
+            ValueError: a tap outside 0..L, or documents together with a cache or a packing.
         """
+        if documents is not None and not (cache is None and packing is None):
+            raise ValueError("documents stand at the start of their rows: no cache, no packing")
         if any(not 0 <= tap <= self.info.num_layers for tap in taps):
             raise ValueError(f"taps {taps} outside 0..{self.info.num_layers}")
         if valid is None:
             valid = jnp.full((tokens.shape[0],), tokens.shape[1], jnp.int32)
-        return self.family.forward(params, self.config, tokens, valid, cache, taps, packing)
+        return self.family.forward(
+            params, self.config, tokens, valid, cache, taps, packing, documents
+        )
 
     def commit(self, cache: Cache, update: tuple[PyTree, ...], n: Int[Array, " B"]) -> Cache:
         """Append the first `n[b]` positions of an update to row b: the only writer of a cache."""

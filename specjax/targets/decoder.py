@@ -25,6 +25,7 @@ from specjax.layers.blocks.dense import BlockConfig, norm_spec
 from specjax.layers.cache.full import FullKind
 from specjax.layers.cache.window import WindowKind
 from specjax.layers.context import Context
+from specjax.layers.documents import Documents
 from specjax.layers.embedding import lookup
 from specjax.layers.layer_kind import LayerKind
 from specjax.layers.linear import capped, linear_f32
@@ -189,12 +190,13 @@ def forward(
     cache: Cache | None,
     taps: tuple[int, ...],
     packing: Packing | None = None,
+    documents: Documents | None = None,
 ) -> TargetOut:
     """Run the layers over T new positions (see `Target.forward`)."""
     batch, length = tokens.shape
     start = jnp.zeros((batch,), jnp.int32) if cache is None else cache.lengths
     ropes = [rope for kind in config.kinds for rope in kind.ropes]
-    ctx = Context.of(start, valid, length, ropes, attend_with(config.attention), packing)
+    ctx = Context.of(start, valid, length, ropes, attend_with(config.attention), packing, documents)
     tokens = pack(packing, tokens)
     x = embed(params, config, tokens)
     if config.extra is not None:

@@ -67,7 +67,9 @@ class DataConfig:
             hf://datasets/OWNER/NAME[:SPLIT]. The assistant's tokens are supervised.
         max_length: longer conversations are cut to this many tokens.
         lengths: static lengths that batches are padded to, ascending; empty for four of them up
-            to `max_length`. Each costs one compilation.
+            to `max_length`. Each costs one compilation. With `pack` at most one.
+        pack: put several conversations into a row of the one length (`max_length` unless
+            `lengths` says another), each of which trains as if it stood alone.
         min_supervised: rows with fewer supervised tokens are left out and counted.
         holdout: this many rows are kept out of training, to measure the loss on.
         shuffle: draw rows in an order given by seed and epoch.
@@ -81,6 +83,7 @@ class DataConfig:
     files: str | tuple[str, ...] = ()
     max_length: int = 512
     lengths: tuple[int, ...] = ()
+    pack: bool = False
     min_supervised: int = 1
     holdout: int = 0
     shuffle: bool = True
@@ -101,6 +104,8 @@ class DataConfig:
                 f"Data.lengths must ascend and end at or above Data.max_length "
                 f"{self.max_length}, got {self.lengths}"
             )
+        if self.pack and len(self.lengths) > 1:
+            raise ConfigError(f"Data.pack takes one of Data.lengths, got {self.lengths}")
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -109,8 +114,8 @@ class DataConfig:
 
     def buckets(self) -> tuple[int, ...]:
         """The static lengths in use: those given, or quarters of the longest."""
-        if self.lengths:
-            return self.lengths
+        if self.lengths or self.pack:
+            return self.lengths or (self.max_length,)
         return tuple(sorted({-(-self.max_length * part // 4) for part in (1, 2, 3, 4)}))
 
 

@@ -28,6 +28,7 @@ def of_run(config: TrainerConfig, head: Any, frozen: Leaves) -> dict[str, Any]:
         "data": of_files(data.paths),
         "batches": [list(data.buckets()), data.max_length, data.min_supervised, data.holdout],
         "shuffle": data.shuffle,
+        **({"pack": True} if data.pack else {}),
         "rendering": _rendering(data),
         "batch_size": config.batch_size,
         "accumulation": config.accumulation,

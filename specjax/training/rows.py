@@ -9,6 +9,7 @@ from specjax.core.errors import DataError
 from specjax.data.chat import ChatEncoder
 from specjax.data.conversations import RowCounts, load_chats
 from specjax.data.dataset import Batches
+from specjax.data.packing import PackedBatches
 from specjax.data.templates import read_template
 from specjax.io.hf import resolve
 from specjax.training.config import DataConfig, TrainerConfig
@@ -57,12 +58,16 @@ def load(config: TrainerConfig, stop_ids: tuple[int, ...]) -> TrainingData:
     pad = tokenizer.pad_token_id or 0
 
     def batches(part: list, shuffle: bool) -> Batches:
+        if data.pack:
+            (length,) = data.buckets()
+            return PackedBatches(part, config.batch_size, length, config.seed, shuffle, pad)
         return Batches(part, config.batch_size, data.buckets(), config.seed, shuffle, pad)
 
+    train = batches(usable[:at], data.shuffle)
     return TrainingData(
-        train=batches(usable[:at], data.shuffle),
+        train=train,
         heldout=batches(usable[at:], False) if data.holdout else None,
-        report=_report(counts, few, at),
+        report=_report(counts, few, at, train.padding),
     )
 
 
@@ -83,12 +88,13 @@ def encoder_for(data: DataConfig, tokenizer: Any, stop_ids: tuple[int, ...]) -> 
     )
 
 
-def _report(counts: RowCounts, few: int, trained: int) -> str:
+def _report(counts: RowCounts, few: int, trained: int, padding: float) -> str:
     left_out = counts.left_out() | ({"with too few supervised tokens": few} if few else {})
     dropped = ", ".join(f"{number} {name}" for name, number in left_out.items())
     places = f"; malformed rows, the first: {'; '.join(counts.places)}" if counts.places else ""
     return (
         f"{trained} rows to train on, {counts.used - few - trained} held out; "
         f"{counts.supervised} of {counts.tokens} tokens supervised; {counts.cut} rows cut; "
+        f"{padding:.1%} of positions are pads; "
         f"left out: {dropped or 'none'}{places}"
     )

@@ -13,6 +13,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from specjax.heads.base import TrainBatch, borrow
+from specjax.layers.documents import Documents
 from specjax.targets.base import Target
 from specjax.training.partition import Leaves, Partition, cast_floats
 
@@ -79,13 +80,19 @@ def features(
         target: the target.
         target_params: its weights; states come in their dtype.
         head: says which residual streams and which layers' keys it wants.
-        batch: "input_ids" `[B, S]` right padded, "loss_mask" `[B, S]`, "lengths" `[B]`.
+        batch: "input_ids" `[B, S]` right padded, "loss_mask" `[B, S]`, "lengths" `[B]`; where rows
+            pack several texts, "documents" and "positions" `[B, S]` besides (see `TrainBatch`).
         key: handed on to the loss.
 
     Returns:
         The batch as heads get it; no gradient flows into it.
     """
-    out = target.forward(target_params, batch["input_ids"], batch["lengths"], None, head.taps)
+    texts = None
+    if "documents" in batch:
+        texts = Documents(batch["documents"], batch["positions"])
+    out = target.forward(
+        target_params, batch["input_ids"], batch["lengths"], None, head.taps, documents=texts
+    )
     return TrainBatch(
         tokens=batch["input_ids"],
         loss_mask=batch["loss_mask"],
@@ -94,6 +101,8 @@ def features(
         taps=jax.lax.stop_gradient(out.taps),
         key=key,
         keys=jax.lax.stop_gradient(target.entries(out.update, head.reads)),
+        documents=batch.get("documents"),
+        positions=batch.get("positions"),
     )
 
 

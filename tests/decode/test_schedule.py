@@ -31,7 +31,14 @@ P, Q = jnp.asarray([0.7, 0.3]), jnp.asarray([0.5, 0.5])
 
 
 def _forward(
-    params: Any, config: Any, tokens: Any, valid: Any, cache: Any, taps: Any, packing: Any = None
+    params: Any,
+    config: Any,
+    tokens: Any,
+    valid: Any,
+    cache: Any,
+    taps: Any,
+    packing: Any = None,
+    documents: Any = None,
 ) -> TargetOut:
     shape = tokens.shape if packing is None else (1, packing.rows.shape[0])
     return TargetOut(jnp.zeros((*shape, 1)), jnp.zeros((0, *shape, 1)), ())

@@ -17,6 +17,7 @@ from specjax.layers.deltanet import (
     delta_rule,
     unit_lower_inverse,
 )
+from specjax.layers.documents import Documents
 
 CONFIG = DeltaNetConfig(
     hidden=12, key_heads=2, value_heads=4, key_dim=5, value_dim=6, conv_kernel=4, eps=1e-6
@@ -264,6 +265,26 @@ def test_gradient_is_the_slope_of_the_recurrence():
     slope = (moved(1e-6) - moved(-1e-6)) / 2e-6
     along = sum(jnp.vdot(*pair) for pair in zip(*map(jax.tree.leaves, (got, steps)), strict=True))
     np.testing.assert_allclose(along, slope, rtol=1e-4)
+
+
+@pytest.mark.parametrize("chunk", [4, 5, 64])
+def test_texts_of_a_packed_row_are_apart(chunk):
+    """Each text is the recurrence from an empty state, wherever chunks end."""
+    sizes, x = (2, 9, 1, 7), inputs(3, 21, 1)
+    index = np.full((1, 21), -1)
+    positions = np.zeros_like(index)
+    index[0, :19] = np.repeat(np.arange(4), sizes)
+    positions[0, :19] = np.concatenate([np.arange(n) for n in sizes])
+    documents = Documents(jnp.asarray(index), jnp.asarray(positions))
+    y, new = delta_net(WEIGHTS, CONFIG, x, jnp.asarray([19]), None, chunk, documents=documents)
+    ends = np.cumsum(sizes)
+    for start, end in zip(ends - sizes, ends, strict=True):
+        want, states, _ = recurrence(x[0, start:end])
+        np.testing.assert_allclose(y[0, start:end], want, atol=1e-5)
+        # What commit would keep of the row so far is the state of this text alone.
+        kept = KIND.write(empty(1), jnp.zeros(1, int), new, jnp.asarray([end]))
+        np.testing.assert_allclose(kept.state[0], states[-1], atol=1e-5)
+    assert not np.asarray(y[0, 19:]).any()
 
 
 def test_gradient_is_finite_at_pads_and_with_a_text_of_nothing():

@@ -20,6 +20,7 @@ DATA = DataConfig(files="a.jsonl")
         (DataConfig, {"max_length": 1}, "Data.max_length must be at least 2"),
         (DataConfig, {"lengths": (64, 32)}, "Data.lengths must ascend"),
         (DataConfig, {"lengths": (64, 128)}, "at or above Data.max_length 512"),
+        (DataConfig, {"pack": True, "lengths": (64, 512)}, "Data.pack takes one of Data.lengths"),
         (TrainerConfig, {"data": DATA, "batch_size": 0}, "Trainer.batch_size must be at least 1"),
         (TrainerConfig, {"data": DATA, "steps": 0}, "Trainer.steps must be at least 1"),
         (TrainerConfig, {}, "Data.files is empty"),
@@ -36,6 +37,8 @@ def test_buckets() -> None:
     assert DataConfig(max_length=448).buckets() == (112, 224, 336, 448)
     assert DataConfig(max_length=3).buckets() == (1, 2, 3)
     assert DataConfig(max_length=100, lengths=(50, 128)).buckets() == (50, 128)
+    assert DataConfig(max_length=100, pack=True).buckets() == (100,)
+    assert DataConfig(max_length=100, lengths=(300,), pack=True).buckets() == (300,)
 
 
 def test_paths() -> None:

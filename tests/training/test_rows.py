@@ -1,9 +1,11 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from specjax.core.errors import DataError
+from specjax.data.dataset import Position
 from specjax.training import rows
 from specjax.training.config import DataConfig, TrainerConfig
 from tests.training.files import write_target
@@ -43,3 +45,15 @@ def test_counts_and_holds_out(folder: Path) -> None:
 def test_refuses_when_nothing_is_left(folder: Path) -> None:
     with pytest.raises(DataError, match="3 usable rows leave nothing to train on"):
         rows.load(config(folder, holdout=3), (2,))
+
+
+def test_packs_where_asked(folder: Path) -> None:
+    """Both parts are packed, and the report says how many positions are pads."""
+    apart = rows.load(config(folder, min_supervised=1, lengths=(128,)), (2,))
+    packed = rows.load(config(folder, min_supervised=1, lengths=(128,), pack=True), (2,))
+    batch = packed.train.batch(Position())
+    used = [len(row.ids) for row in packed.train.rows]
+    assert len(used) == 3 and packed.train.shape(Position()) == (2, 128)
+    assert sorted(np.unique(batch["documents"])) == [-1, 0, 1, 2]  # all in one row
+    for data, room in ((apart, 4 * 128), (packed, 2 * 128)):  # batches of two rows
+        assert f" {1 - sum(used) / room:.1%} of positions are pads;" in data.report

@@ -70,13 +70,14 @@ class Blocks:
 def texts_of(batch: TrainBatch) -> Texts:
     """Return the texts of a training batch."""
     length = batch.tokens.shape[1]
-    at = jnp.arange(length)[None]
+    at = jnp.broadcast_to(jnp.arange(length)[None], batch.tokens.shape)
     return Texts(
         tokens=batch.tokens,
         loss_mask=(batch.loss_mask > 0) & (at < batch.lengths[:, None]),
         hidden=batch.hidden,
         taps=batch.taps,
-        positions=jnp.broadcast_to(at, batch.tokens.shape),
+        positions=at if batch.positions is None else batch.positions,
+        documents=batch.documents,
     )
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.heads.base import Borrowed, TrainBatch
+from specjax.heads.base import Borrowed, TrainBatch, refuse_packed
 from specjax.heads.eagle3.network import (
     Eagle3Weights,
     carry,
@@ -316,6 +316,7 @@ def training_loss(
     `tau_probabilistic`, `counted` (rows that count at step 0), and per step s `loss_s`,
     `accuracy_s` and `acceptance_s`. A batch without supervised tokens gives 0.
     """
+    refuse_packed(batch, "Eagle3")
     rows = rows_of(batch, head.config.mask_shift)
     teacher = teach(borrowed.output, rows.hidden, kept_ids(params), head.softcap)
     steps = unroll(head, params, borrowed, rows, teacher)

@@ -17,7 +17,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.heads import objective
-from specjax.heads.base import Borrowed, TrainBatch
+from specjax.heads.base import Borrowed, TrainBatch, refuse_packed
 from specjax.heads.gemma4_mtp.centroids import cluster_of
 from specjax.heads.gemma4_mtp.network import (
     AssistantWeights,
@@ -165,6 +165,7 @@ def training_loss(
     `loss_clusters` and `clusters_found` (how often the learned token's cluster would be scored).
     A batch without supervised tokens gives 0.
     """
+    refuse_packed(batch, "Gemma4Mtp")
     config, rule = head.config, head.config.objective
     steps = unroll(head, params, borrowed, batch)
     shares = [config.step_loss_decay**k for k in range(config.steps)]

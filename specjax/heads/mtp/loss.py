@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax.core.errors import ConfigError
 from specjax.heads import objective
-from specjax.heads.base import Borrowed, TrainBatch
+from specjax.heads.base import Borrowed, TrainBatch, refuse_packed
 from specjax.heads.mtp.network import ModuleWeights, MtpWeights, carry, draft_logits, layer_input
 from specjax.layers.context import Context
 from specjax.layers.linear import capped, linear_f32
@@ -149,6 +149,7 @@ def training_loss(
     (labels of step 0), per step k `loss_k` and `accuracy_k`, and where the objective looks at the
     target's distribution `acceptance` and `acceptance_k`. Without supervised labels the loss is 0.
     """
+    refuse_packed(batch, "Mtp")
     goal, steps = head.config.objective, unroll(head, params, borrowed, batch)
     mask = jnp.stack([step.counted for step in steps], axis=-1)
     terms = {

@@ -165,7 +165,11 @@ def project_keys(
 def visible(config: Gemma4Attention, ctx: Context, entry: Any, new: KeysValues) -> list[KeyBlock]:
     """Return what the new positions see: the cache where there is one, and each other."""
     k, v = new
-    mask = ctx.causal if config.window is None else window_mask(k.shape[2], config.window)
+    mask = ctx.causal
+    if config.window is not None:
+        mask = window_mask(k.shape[2], config.window)
+        if ctx.documents is not None:
+            mask = mask & ctx.causal
     if entry is None:
         return [KeyBlock(k, v, mask)]
     kind = entry.k.dtype  # one dtype, as they will be cached

@@ -189,7 +189,13 @@ class DeltaNetLayer:
 
         def mixer(normed: jax.Array) -> tuple[jax.Array, RecurrentUpdate]:
             return delta_net(
-                weights.mixer, self.mixer, normed, ctx.valid, entry, packing=ctx.packing
+                weights.mixer,
+                self.mixer,
+                normed,
+                ctx.valid,
+                entry,
+                packing=ctx.packing,
+                documents=ctx.documents,
             )
 
         return _run(weights, self.feed_forward, self.mixer.eps, x, mixer)
