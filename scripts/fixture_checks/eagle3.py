@@ -18,19 +18,21 @@ from specjax import heads
 from specjax.core.errors import CheckpointError
 from specjax.core.params import map_specs
 from specjax.heads.base import Borrowed, DraftContext, Observation, TrainBatch
-from specjax.heads.eagle3.config import Eagle3Loss
 from specjax.heads.eagle3.head import Eagle3Head
 from specjax.heads.eagle3.loss import (
+    Compared,
     Rows,
     chain_accuracy,
     chain_lengths,
+    compare,
     pack,
     rows_of,
     teach,
-    total_loss,
     unroll,
+    weigh,
 )
-from specjax.heads.eagle3.network import Eagle3Weights, fuse
+from specjax.heads.eagle3.network import Eagle3Weights, draft_logits, fuse
+from specjax.heads.objective_config import Objective, Term
 from specjax.heads.vocabulary import kept_ids
 from specjax.io.hf import TensorReader
 from specjax.layers.norm import rms_norm
@@ -64,7 +66,7 @@ def compute(fixture: Fixture) -> Outcome:
         return Outcome(otherwise=f"eagle3 on {layer.get('model_type')!r} is not built here")
     pair, given = _load(fixture), fixture.inputs
     outcome = Outcome()
-    if (loss := pair.head.config.loss) not in typing.get_args(Eagle3Loss):
+    if (loss := pair.head.config.objective.terms[0]) not in typing.get_args(Term):
         outcome.otherwise = f"the loss {loss!r} is not built here"
     elif "train.packed.hidden_states" in given:
         outcome.tensors |= packed_training(pair, fixture)
@@ -118,8 +120,10 @@ def _recipe(fixture: Fixture, head: Eagle3Head) -> dict[str, Any]:
             fixture.setting("ttt_length", "ttt_steps", default=3 if speculators else 7)
         ),
         "step_loss_decay": float(decay),
-        "loss": fixture.setting("loss", default="kl_div" if speculators else "soft_ce"),
-        "normalise": "all" if "B*S" in normaliser else "counted",
+        "objective": Objective(
+            terms=(fixture.setting("loss", default="kl_div" if speculators else "soft_ce"),),
+            normaliser="all" if "B*S" in normaliser else "counted",
+        ),
         "in_vocab_only": not speculators,
         "drop_tail": deepspec,
         "mask_shift": 0,
@@ -148,17 +152,16 @@ def training(pair: _Pair, fixture: Fixture) -> dict[str, np.ndarray]:
 
     @_compile
     def forward(params: Eagle3Weights, borrowed: Borrowed, batch: TrainBatch) -> dict[str, Any]:
-        unshifted = teach(borrowed.output, batch.hidden, None, head.softcap)
         rows = rows_of(batch, head.config.mask_shift)
-        teacher = teach(borrowed.output, rows.hidden, kept_ids(params), head.softcap)
-        steps = unroll(head, params, borrowed, rows, teacher)
-        greedy, probabilistic = chain_lengths(steps)
+        outs = unroll(head, params, borrowed, rows)
+        slots = compare(head, params, borrowed, rows, outs)
+        greedy, probabilistic = chain_lengths(slots)
         return {
-            "target_logits": unshifted.logits,
+            "target_logits": teach(head, borrowed, batch.hidden, None)[0],
             "fused_hidden": fuse(head, params, rows.taps),
             "tau_greedy": greedy,
             "tau_probabilistic": probabilistic,
-            **_named_steps(steps, head),
+            **_named_steps(pair, params, borrowed, outs, slots),
         }
 
     out = {f"train.{k}": v for k, v in forward(pair.params, pair.borrowed, batch).items()}
@@ -170,11 +173,34 @@ def training(pair: _Pair, fixture: Fixture) -> dict[str, np.ndarray]:
     return {name: np.asarray(value) for name, value in out.items()}
 
 
-def _named_steps(steps: list[Any], head: Eagle3Head) -> dict[str, Any]:
-    out = {}
-    for s, step in enumerate(steps):
-        parts = {f.name: getattr(step, f.name) for f in dataclasses.fields(step)}
-        parts["weight"] = jnp.float32(head.config.step_loss_decay**s)
+def _named_steps(
+    pair: _Pair,
+    params: Eagle3Weights,
+    borrowed: Borrowed,
+    outs: list[jax.Array],
+    slots: Compared,
+) -> dict[str, Any]:
+    """Name what each step gives as the references do."""
+    out: dict[str, Any] = {}
+    term = pair.head.config.objective.terms[0]
+    losses = weigh(pair.head, slots)[1]
+    for s, hidden in enumerate(outs):
+        counted = slots.counted[..., s]
+        # Also of rows that have moved past the end of the text, which are never compared.
+        logits = draft_logits(pair.head, params, borrowed, hidden)
+        parts = {
+            "hidden": hidden,
+            "logits": logits,
+            "pred_ids": jnp.argmax(logits, axis=-1),
+            "position_mask": counted,
+            "ce": jnp.where(counted, slots.terms[term][..., s], 0.0),
+            "accept_rate": jnp.where(counted, slots.accept[..., s], 0.0),
+            "correct": slots.correct[..., s],
+            "loss": losses[s],
+            "accuracy": slots.accuracy[s],
+            "mean_accept_rate": slots.acceptance[s],
+            "weight": jnp.float32(pair.head.config.step_loss_decay**s),
+        }
         out |= {f"step{s}.{name}": value for name, value in parts.items()}
     return out
 
@@ -216,12 +242,13 @@ def _per_step_loss(
 ) -> dict[str, Any]:
     """Train with a loss on step means instead; its numbers stand in the manifest."""
     said = f"{prefix}step_losses"
-    pair = pair.with_config(
-        loss=loss,
-        lk_kl_scale=fixture.number_in(said, r"kl_scale ([0-9.]+)", 1.0),
-        lk_kl_decay=fixture.number_in(said, r"kl_decay ([0-9.]+)", 3.0),
+    rule = dataclasses.replace(
+        pair.head.config.objective,
+        terms=(loss,),
+        lk_scale=fixture.number_in(said, r"kl_scale ([0-9.]+)", 1.0),
+        lk_decay=fixture.number_in(said, r"kl_decay ([0-9.]+)", 3.0),
     )
-    return _loss_and_gradients(pair, batch, fixture, prefix)
+    return _loss_and_gradients(pair.with_config(objective=rule), batch, fixture, prefix)
 
 
 def packed_training(pair: _Pair, fixture: Fixture) -> dict[str, np.ndarray]:
@@ -237,7 +264,7 @@ def packed_training(pair: _Pair, fixture: Fixture) -> dict[str, np.ndarray]:
     row = pack(documents, states.shape[1])
     taps = _split(states, len(head.taps))
 
-    def unrolled(params: Eagle3Weights, borrowed: Borrowed) -> tuple[Any, Any]:
+    def unrolled(params: Eagle3Weights, borrowed: Borrowed) -> tuple[Any, Any, Compared]:
         verifier = jnp.asarray(given["train.packed.verifier_last_hidden_states"], jnp.float32)
         rows = Rows(
             taps=taps,
@@ -248,21 +275,22 @@ def packed_training(pair: _Pair, fixture: Fixture) -> dict[str, np.ndarray]:
             lengths=jnp.asarray((row["document_ids"] >= 0).sum(1)),
             documents=jnp.asarray(row["document_ids"]),
         )
-        teacher = teach(borrowed.output, rows.hidden, kept_ids(params), head.softcap)
-        return teacher, unroll(head, params, borrowed, rows, teacher)
+        outs = unroll(head, params, borrowed, rows)
+        slots = compare(head, params, borrowed, rows, outs, across_documents=True)
+        return rows, outs, slots
 
     @_compile
     def forward(params: Eagle3Weights, borrowed: Borrowed) -> dict[str, Any]:
-        teacher, steps = unrolled(params, borrowed)
-        full, conditional = chain_accuracy(steps)
-        out = _named_steps(steps, head)
-        for s, step in enumerate(steps):
-            out[f"step{s}.loss"] = step.loss * head.config.step_loss_decay**s
+        rows, outs, slots = unrolled(params, borrowed)
+        full, conditional = chain_accuracy(slots)
+        out = _named_steps(pair, params, borrowed, outs, slots)
+        for s in range(len(outs)):
+            out[f"step{s}.loss"] *= head.config.step_loss_decay**s
             out |= {f"step{s}.full_acc": full[s], f"step{s}.cond_acc": conditional[s]}
-        return {"target_logits": teacher.logits, **out}
+        return {"target_logits": teach(head, borrowed, rows.hidden, kept_ids(params))[0], **out}
 
     def loss(params: Eagle3Weights) -> jax.Array:
-        return total_loss(head, unrolled(params, pair.borrowed)[1])
+        return weigh(head, unrolled(params, pair.borrowed)[2])[0]
 
     value, gradients = _compile(jax.value_and_grad(loss, allow_int=True))(pair.params)
     out = {f"train.{k}": v for k, v in forward(pair.params, pair.borrowed).items()}

@@ -13,7 +13,6 @@ import jax
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from specjax.core.errors import ConfigError
 from specjax.layers.sampling import Sampling
 from specjax.targets.base import Target
 
@@ -129,16 +128,6 @@ class TrainBatch:
     keys: tuple[tuple[jax.Array, jax.Array], ...] = ()
     documents: Int[Array, "B S"] | None = None
     positions: Int[Array, "B S"] | None = None
-
-
-def refuse_packed(batch: TrainBatch, name: str) -> None:
-    """Refuse rows of several texts for a loss that would predict across their ends.
-
-    Raises:
-        ConfigError: the batch is packed.
-    """
-    if batch.documents is not None:
-        raise ConfigError(f"{name} is not trained on packed rows: set Data.pack=False")
 
 
 class Head(Protocol):

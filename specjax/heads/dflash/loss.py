@@ -10,7 +10,7 @@ probability that the draft of a slot is accepted.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -24,14 +24,13 @@ from specjax.heads.dflash.block_pass import run_blocks
 from specjax.heads.dflash.confidence import confidence_logits
 from specjax.heads.dflash.network import DFlashWeights, base_logits
 from specjax.heads.dflash.sequential import correct
+from specjax.heads.pieces import in_pieces
 from specjax.heads.vocabulary import kept_ids
 from specjax.layers import losses
 from specjax.layers.linear import capped, linear_f32
 
 if TYPE_CHECKING:
     from specjax.heads.dflash.head import DFlashHead
-
-_SLOTS = 1024  # slots whose logits over the vocabulary exist at one time
 
 
 @struct.dataclass
@@ -103,61 +102,34 @@ def compare(
     hidden: Float[Array, "B N b H"],
 ) -> Compared:
     """Compare the slots of all blocks, a group of blocks at a time."""
-    label, known = draft_labels(params, blocks.labels)
+    label, known = objective.draft_labels(params.t2d, blocks.labels)
     kept = kept_ids(params)
     rows = borrowed.output if kept is None else borrowed.output[kept]
 
-    def one(block: tuple[jax.Array, ...]) -> Any:
+    def one(block: tuple[jax.Array, ...]) -> objective.Slots:
         h, previous, states, labels = block
         _, draft = slot_logits(head, params, borrowed, h, previous)
         teacher = jax.lax.stop_gradient(capped(linear_f32(states, rows), head.softcap))
-        terms = objective.slot_terms(head.config.objective, draft, teacher, labels)
-        accept = losses.overlap(jax.lax.stop_gradient(draft), teacher)
-        pred, best = (jnp.argmax(x, axis=-1).astype(jnp.int32) for x in (draft, teacher))
-        return terms, accept, pred, best
+        return objective.compare(head.config.objective, draft, teacher, labels)
 
     batch, count, size = label.shape
     at = blocks.teacher.reshape(batch, -1, 1)
     states = jnp.take_along_axis(texts.hidden, at, axis=1).reshape(batch, count, size, -1)
     parts = (hidden, blocks.previous, states, label)
-    together = max(_SLOTS // size, 1)
-    if together >= batch * count:
-        found = one(parts)
-    else:
-        total = batch * count
-
-        def groups(x: jax.Array) -> jax.Array:
-            x = x.reshape(total, *x.shape[2:])
-            x = jnp.pad(x, [(0, -total % together)] + [(0, 0)] * (x.ndim - 1))
-            return x.reshape(-1, together, *x.shape[1:])
-
-        found = jax.lax.map(jax.checkpoint(one), jax.tree.map(groups, parts))
-        found = jax.tree.map(
-            lambda x: x.reshape(-1, size)[:total].reshape(batch, count, size), found
-        )
-    terms, accept, pred, best = found
+    found = in_pieces(one, parts, blocks.supervised.any(-1), size * head.draft_vocab)
+    assert found.accept is not None and found.best is not None
     counted = blocks.supervised
-    if "hard_ce" in terms:
+    if "hard_ce" in found.terms:
         counted = counted & known
     return Compared(
-        terms=terms,
-        accept=accept,
-        pred=pred,
-        best=best,
+        terms=found.terms,
+        accept=found.accept,
+        pred=found.pred,
+        best=found.best,
         label=label,
         counted=counted,
         confidence=_confidence(head, params, hidden, blocks.previous),
     )
-
-
-def draft_labels(
-    params: DFlashWeights, labels: Int[Array, "*B"]
-) -> tuple[Int[Array, "*B"], Bool[Array, "*B"]]:
-    """Return (draft ids of target ids, whether they can be drafted)."""
-    if params.t2d is None:
-        return labels, jnp.ones(labels.shape, bool)
-    ids = jnp.maximum(jnp.cumsum(params.t2d.astype(jnp.int32)) - 1, 0)
-    return ids[labels], params.t2d[labels]
 
 
 def _confidence(

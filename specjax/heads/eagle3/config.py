@@ -1,22 +1,11 @@
 """What a configuration can say about heads. Imports nothing heavy, so that `--help` is fast."""
 
 import dataclasses
-from typing import Literal
 
 from specjax.core.errors import ConfigError
+from specjax.heads.objective_config import Objective
 
-Eagle3Loss = Literal[
-    "soft_ce",
-    "kl_div",
-    "rkl",
-    "jsd",
-    "ce",
-    "tv",
-    "nla",
-    "lk_hybrid",
-    "lk_alpha",
-    "lk_lambda",
-]
+_OBJECTIVE = Objective(terms=("soft_ce",), normaliser="counted")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +28,8 @@ class Eagle3Config:
         rows; off, it stays these rows.
       ttt_length: steps of the training-time test.
       step_loss_decay: weight of step s is this to the power of s.
-      loss: the loss of a step; lk_alpha and lk_lambda work on step means, the others per row.
-      lk_eta: of lk_hybrid.
-      lk_kl_scale: of lk_alpha and lk_lambda.
-      lk_kl_decay: of lk_lambda.
-      normalise: divide a step's sum by the rows that count, or by all of them, padding included.
+      objective: loss of a step's rows, see Objective; its weighting goes by step where it is not
+        "none", besides step_loss_decay.
       mask_shift: row i, which predicts token i + 2, counts if token i + mask_shift is supervised;
         0 is DeepSpec's and SafeAILab's rule, 1 that of speculators, 2 counts exactly the answers.
       in_vocab_only: count only rows whose best token the head can draft.
@@ -66,11 +52,7 @@ class Eagle3Config:
     train_output: bool = True
     ttt_length: int = 7
     step_loss_decay: float = 0.8
-    loss: Eagle3Loss = "soft_ce"
-    lk_eta: float = 3.0
-    lk_kl_scale: float = 1.0
-    lk_kl_decay: float = 3.0
-    normalise: Literal["counted", "all"] = "counted"
+    objective: Objective = _OBJECTIVE
     mask_shift: int = 0
     in_vocab_only: bool = True
     drop_tail: bool = False

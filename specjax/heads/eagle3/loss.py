@@ -5,11 +5,14 @@ own output of step s - 1, sits at rope position i + s, and is compared with the 
 distribution after x_{i+1+s}. The token fed is always the text's (teacher forced), never the
 head's own guess, so that input, label and teacher belong to the same prefix. A query of step s
 sees the step-0 keys up to its row, and of later steps only its own row's keys.
+
+Nothing that is unrolled depends on logits, so that they are made afterwards, for all steps of a
+position together: row i's step s and row i + s's step 0 have the same teacher, computed once.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +20,8 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.heads.base import Borrowed, TrainBatch, refuse_packed
+from specjax.heads import objective
+from specjax.heads.base import Borrowed, TrainBatch
 from specjax.heads.eagle3.network import (
     Eagle3Weights,
     carry,
@@ -26,16 +30,15 @@ from specjax.heads.eagle3.network import (
     layer_inputs,
     layer_output,
 )
+from specjax.heads.pieces import in_pieces
 from specjax.heads.vocabulary import kept_ids
 from specjax.layers import losses
 from specjax.layers.attention import KeyBlock, OwnKey, causal_mask
 from specjax.layers.linear import capped, linear_f32
-from specjax.layers.sampling import overlap
+from specjax.layers.sampling import first_argmax
 
 if TYPE_CHECKING:
     from specjax.heads.eagle3.head import Eagle3Head
-
-_TEACHER_ROWS = 256  # rows whose logits over the whole vocabulary exist at one time
 
 
 @struct.dataclass
@@ -62,58 +65,49 @@ class Rows:
 
 
 @struct.dataclass
-class Teacher:
-    """The target's distributions on what the head can draft.
+class Compared:
+    """What is known of every row at every step, `[B, R, T]`.
 
     Attributes:
-        logits: `[B, R, Vd]` float32.
-        probs: `[B, R, Vd]` float32, summing to one over the draft vocabulary.
-        mass: `[B, R]` share of the whole distribution that the draft vocabulary holds.
-        best: `[B, R]` draft id of the most probable token that can be drafted.
-        in_vocab: `[B, R]` whether that is the most probable of all.
+        terms: loss terms by name, float32; where not counted, anything.
+        accept: `sum min(q, p)` with p over the whole vocabulary, without a gradient.
+        pred: the head's most probable draft id.
+        best: the target's, among what can be drafted.
+        supervised: rows that the loss mask counts.
+        counted: those of them that the loss counts; it may leave out what cannot be drafted.
     """
 
-    logits: Float[Array, "B R Vd"]
-    probs: Float[Array, "B R Vd"]
-    mass: Float[Array, "B R"]
-    best: Int[Array, "B R"]
-    in_vocab: Bool[Array, "B R"]
+    terms: dict[str, Float[Array, "B R T"]]
+    accept: Float[Array, "B R T"]
+    pred: Int[Array, "B R T"]
+    best: Int[Array, "B R T"]
+    supervised: Bool[Array, "B R T"]
+    counted: Bool[Array, "B R T"]
 
+    @property
+    def correct(self) -> Bool[Array, "B R T"]:
+        """Where the head's best token is the target's, among the rows that count."""
+        return self.counted & (self.pred == self.best)
 
-@struct.dataclass
-class Step:
-    """One unrolled step: per row `[B, R]`, and its means.
+    @property
+    def accuracy(self) -> Float[Array, " T"]:
+        """Share of correct rows per step; those outside the draft vocabulary are wrong."""
+        return self.correct.sum((0, 1)) / jnp.maximum(self.supervised.sum((0, 1)), 1)
 
-    Attributes:
-        hidden: `[B, R, H]` the layer's output before the final norm.
-        logits: `[B, R, Vd]` float32.
-        pred_ids: most probable draft id.
-        position_mask: rows that count in the loss.
-        ce: the loss term per row (soft cross entropy for the LK losses), 0 where not counted.
-        accept_rate: `sum min(q, p)` with p over the whole vocabulary, 0 where not counted.
-        correct: the head's best token is the target's.
-        loss: the step's loss, not yet weighted.
-        accuracy: share of correct rows; the rows outside the draft vocabulary are wrong.
-        mean_accept_rate: mean of `accept_rate` over the rows that count.
-    """
-
-    hidden: Float[Array, "B R H"]
-    logits: Float[Array, "B R Vd"]
-    pred_ids: Int[Array, "B R"]
-    position_mask: Bool[Array, "B R"]
-    ce: Float[Array, "B R"]
-    accept_rate: Float[Array, "B R"]
-    correct: Bool[Array, "B R"]
-    loss: Float[Array, ""]
-    accuracy: Float[Array, ""]
-    mean_accept_rate: Float[Array, ""]
+    @property
+    def acceptance(self) -> Float[Array, " T"]:
+        """Mean of `accept` per step over the rows that count."""
+        accept = jnp.where(self.counted, self.accept, 0.0)
+        return accept.sum((0, 1)) / jnp.maximum(self.counted.sum((0, 1)), 1)
 
 
 def shift(x: Array, by: int) -> Array:
-    """Move columns (axis 1) `by` to the left; zeros come in at the end."""
+    """Move columns (axis 1) `by` to the left; zeros come in at the end, or at the start if < 0."""
     if by == 0:
         return x
-    return jnp.pad(x[:, by:], [(0, 0), (0, min(by, x.shape[1]))] + [(0, 0)] * (x.ndim - 2))
+    kept = x[:, by:] if by > 0 else x[:, : max(x.shape[1] + by, 0)]
+    new = x.shape[1] - kept.shape[1]
+    return jnp.pad(kept, [(0, 0), (0, new) if by > 0 else (new, 0)] + [(0, 0)] * (x.ndim - 2))
 
 
 def rows_of(batch: TrainBatch, mask_shift: int = 0) -> Rows:
@@ -124,55 +118,33 @@ def rows_of(batch: TrainBatch, mask_shift: int = 0) -> Rows:
         mask_shift: row i counts if token `i + mask_shift` is supervised. The last token of a text
             has no successor, so its row never counts.
     """
-    length = batch.tokens.shape[1]
-    at = jnp.arange(length)[None]
+    at = jnp.arange(batch.tokens.shape[1])[None]
     real = at < batch.lengths[:, None]
-    supervised = (batch.loss_mask > 0) & real
+    supervised = shift((batch.loss_mask > 0) & real, mask_shift)
+    followed = at < batch.lengths[:, None] - 1
+    if batch.documents is not None:
+        supervised = supervised & _stays(batch.documents, mask_shift)
+        followed = followed & _stays(batch.documents, 1)
     return Rows(
         taps=batch.taps,
         tokens=shift(batch.tokens, 1),
         hidden=shift(batch.hidden, 1),
-        counted=shift(supervised, mask_shift) & (at < batch.lengths[:, None] - 1),
-        positions=jnp.broadcast_to(at, batch.tokens.shape),
+        counted=supervised & followed,
+        positions=_positions(batch),
         lengths=batch.lengths,
+        documents=batch.documents,
     )
 
 
-def teach(
-    output: Float[Array, "V H"],
-    hidden: Float[Array, "B R H"],
-    kept: Int[Array, " Vd"] | None,
-    softcap: float | None = None,
-) -> Teacher:
-    """Compute the target's distributions, without a gradient.
+def _positions(batch: TrainBatch) -> jax.Array:
+    if batch.positions is not None:
+        return batch.positions
+    return jnp.broadcast_to(jnp.arange(batch.tokens.shape[1])[None], batch.tokens.shape)
 
-    The logits over the whole vocabulary are needed for the best token and the draft vocabulary's
-    share; they exist for a few rows at a time, only the kept columns stay.
-    """
 
-    def some(x: Float[Array, "R H"]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        logits = capped(linear_f32(x, output), softcap)
-        shown = logits if kept is None else logits[:, kept]
-        return shown, jax.nn.logsumexp(logits, axis=-1), jnp.argmax(logits, axis=-1)
-
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    count = flat.shape[0]
-    if kept is None or count <= _TEACHER_ROWS:
-        found = some(flat)  # with all columns kept nothing is saved by going piece by piece
-    else:
-        padded = jnp.pad(flat, ((0, -count % _TEACHER_ROWS), (0, 0)))
-        pieces = jax.lax.map(some, padded.reshape(-1, _TEACHER_ROWS, flat.shape[-1]))
-        found = tuple(x.reshape(-1, *x.shape[2:])[:count] for x in pieces)
-    logits, total, top = jax.lax.stop_gradient(found)
-    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    rows = hidden.shape[:2]
-    return Teacher(
-        logits=logits.reshape(*rows, -1),
-        probs=jax.nn.softmax(logits, axis=-1).reshape(*rows, -1),
-        mass=jnp.exp(jax.nn.logsumexp(logits, axis=-1) - total).reshape(rows),
-        best=best.reshape(rows),
-        in_vocab=((best if kept is None else kept[best]) == top).reshape(rows),
-    )
+def _stays(documents: jax.Array, by: int) -> jax.Array:
+    """Return which rows are `by` places further on still in their document; padding never is."""
+    return (shift(documents + 1, by) == documents + 1) & (documents >= 0)
 
 
 def step_keys(rows: Rows, step: int, drop_tail: bool) -> Bool[Array, "B R R"]:
@@ -187,68 +159,26 @@ def step_keys(rows: Rows, step: int, drop_tail: bool) -> Bool[Array, "B R R"]:
     return mask & (jnp.arange(length)[None, None, :] < limit[:, None, None])
 
 
-def compare(
-    head: Eagle3Head,
-    params: Eagle3Weights,
-    borrowed: Borrowed,
-    out: Float[Array, "B R H"],
-    teacher: Teacher,
-    counted: Bool[Array, "B R"],
-) -> Step:
-    """Compare a step's outputs with the teacher's rows, both already aligned."""
-    config = head.config
-    logits = draft_logits(head, params, borrowed, out)
-    mask = counted & teacher.in_vocab if config.in_vocab_only else counted
-    per_step = config.loss in ("lk_alpha", "lk_lambda")
-    if per_step or config.loss == "soft_ce":
-        term = losses.soft_cross_entropy(logits, teacher.probs)
-    elif config.loss == "lk_hybrid":
-        term = losses.lk_hybrid(logits, teacher.logits, config.lk_eta)
-    else:
-        term = losses.TERMS[config.loss](logits, teacher.logits)
-    seen = logits if per_step else jax.lax.stop_gradient(logits)
-    accept = overlap(teacher.probs * teacher.mass[..., None], jax.nn.softmax(seen, axis=-1))
-
-    count = jnp.maximum(jnp.sum(mask), 1)
-    loss = losses.masked_sum(term, mask) / (mask.size if config.normalise == "all" else count)
-    if config.loss == "lk_alpha":
-        loss = losses.lk_alpha(accept, mask, config.lk_kl_scale)
-    elif config.loss == "lk_lambda":
-        loss = losses.lk_lambda(loss, accept, mask, config.lk_kl_scale, config.lk_kl_decay)
-    pred = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    correct = mask & (pred == teacher.best)
-    return Step(
-        hidden=out,
-        logits=logits,
-        pred_ids=pred,
-        position_mask=mask,
-        ce=jnp.where(mask, term, 0.0),
-        accept_rate=jnp.where(mask, accept, 0.0),
-        correct=correct,
-        loss=loss,
-        accuracy=jnp.sum(correct) / jnp.maximum(jnp.sum(counted), 1),
-        mean_accept_rate=losses.masked_sum(accept, mask) / count,
-    )
-
-
 def unroll(
-    head: Eagle3Head, params: Eagle3Weights, borrowed: Borrowed, rows: Rows, teacher: Teacher
-) -> list[Step]:
-    """Run the training-time test; gradients flow through all of it.
+    head: Eagle3Head, params: Eagle3Weights, borrowed: Borrowed, rows: Rows
+) -> list[Float[Array, "B R H"]]:
+    """Run all steps; gradients flow through all of them.
 
     Args:
         head: the head.
         params: its weights.
         borrowed: the target's embedding and output layer.
         rows: pairs at step 0.
-        teacher: the target's distribution of each row at step 0.
+
+    Returns:
+        The layer's output at each step, before the final norm.
     """
     config = head.config
     at = jnp.arange(rows.tokens.shape[1])[None]
 
     def step(
         params: Eagle3Weights, borrowed: Borrowed, h: jax.Array, chain: tuple, s: int
-    ) -> tuple[Step, jax.Array, tuple]:
+    ) -> tuple[jax.Array, jax.Array, tuple]:
         tokens, positions = shift(rows.tokens, s), rows.positions + s
         residual, q, k, v = layer_inputs(head, params, borrowed, h, tokens, positions)
         chain = (*chain, (k, v))
@@ -258,52 +188,144 @@ def unroll(
         ]
         keep = at < rows.lengths[:, None] - s if config.drop_tail else None
         out = layer_output(head, params, residual, q, blocks, keep)
-        aligned = jax.tree.map(lambda x: shift(x, s), teacher)
-        done = compare(head, params, borrowed, out, aligned, shift(rows.counted, s))
-        return done, carry(head, params, out), chain
+        return out, carry(head, params, out), chain
 
     if config.remat:
         step = jax.checkpoint(step, static_argnums=(4,))
-    h, chain, steps = fuse(head, params, rows.taps), (), []
+    h, chain, outs = fuse(head, params, rows.taps), (), []
     for s in range(config.ttt_length):
-        done, h, chain = step(params, borrowed, h, chain, s)
-        steps.append(done)
-    return steps
+        out, h, chain = step(params, borrowed, h, chain, s)
+        outs.append(out)
+    return outs
 
 
-def total_loss(head: Eagle3Head, steps: list[Step]) -> Float[Array, ""]:
-    """Add the steps' losses, step s weighted by `step_loss_decay ** s`."""
-    weighted = (head.config.step_loss_decay**s * step.loss for s, step in enumerate(steps))
-    return sum(weighted, jnp.zeros((), jnp.float32))
+def compare(
+    head: Eagle3Head,
+    params: Eagle3Weights,
+    borrowed: Borrowed,
+    rows: Rows,
+    outs: list[Float[Array, "B R H"]],
+    *,
+    across_documents: bool = False,
+) -> Compared:
+    """Compare the outputs of all steps with the target, a piece of the positions at a time.
+
+    The target's logits over the whole vocabulary are needed for the best token and for the draft
+    vocabulary's share of the distribution; only the kept columns are compared.
+
+    Args:
+        head: the head.
+        params: its weights.
+        borrowed: the target's embedding and output layer.
+        rows: pairs at step 0.
+        outs: of `unroll`.
+        across_documents: let rows whose later steps have left their document count too, where they
+            fall on supervised tokens, as speculators does.
+    """
+    config, kept = head.config, kept_ids(params)
+    label, known = objective.draft_labels(params.t2d, shift(rows.tokens, 1))
+
+    steps = len(outs)
+
+    def one(parts: tuple[jax.Array, ...]) -> Any:
+        out, state, label = parts
+        target, top, mass = teach(head, borrowed, state, kept)
+
+        def step(out: jax.Array) -> objective.Slots:
+            draft = draft_logits(head, params, borrowed, out)
+            return objective.compare(config.objective, draft, target, label, mass)
+
+        # One after the other: logits of all steps at once would only be moved through memory.
+        each = [step(out[..., s, :]) for s in range(steps)]
+        best = each[0].best
+        in_vocab = (best if kept is None else kept[best]) == top
+        slots = jax.tree.map(lambda *x: jnp.stack(x, axis=-1), *each)
+        return slots.terms, slots.accept, slots.pred, best, in_vocab
+
+    aligned = jnp.stack([shift(out, -s) for s, out in enumerate(outs)], axis=2)
+    width = (0 if kept is None else head.vocab) + (steps + 1) * head.draft_vocab
+    found = in_pieces(one, (aligned, rows.hidden, label), rows.counted, width)
+    terms, accept, pred, best, in_vocab = found
+
+    def unaligned(x: jax.Array) -> jax.Array:
+        return jnp.stack([shift(x[..., s], s) for s in range(steps)], axis=-1)
+
+    def of_steps(x: jax.Array) -> jax.Array:
+        return jnp.stack([shift(x, s) for s in range(steps)], axis=-1)
+
+    supervised = of_steps(rows.counted)
+    if rows.documents is not None and not across_documents:
+        stays = [_stays(rows.documents, s) for s in range(steps)]
+        supervised = supervised & jnp.stack(stays, axis=-1)
+    counted = supervised
+    if config.in_vocab_only:
+        counted = counted & of_steps(in_vocab)
+    if "hard_ce" in config.objective.terms:
+        counted = counted & of_steps(known)
+    return Compared(
+        terms={name: unaligned(term) for name, term in terms.items()},
+        accept=unaligned(accept),
+        pred=unaligned(pred),
+        best=of_steps(best),
+        supervised=supervised,
+        counted=counted,
+    )
 
 
-def chain_lengths(steps: list[Step]) -> tuple[jax.Array, jax.Array]:
+def teach(
+    head: Eagle3Head,
+    borrowed: Borrowed,
+    hidden: Float[Array, "*B H"],
+    kept: Int[Array, " Vd"] | None,
+) -> tuple[Float[Array, "*B Vd"], Int[Array, "*B"], Float[Array, "*B"] | None]:
+    """Return the target's logits of what can be drafted, without a gradient.
+
+    Returns:
+        (logits, the most probable of all target ids, share of the whole distribution that can be
+        drafted, None where that is all of it).
+    """
+    logits = jax.lax.stop_gradient(capped(linear_f32(hidden, borrowed.output), head.softcap))
+    top = first_argmax(logits)
+    if kept is None:
+        return logits, top, None
+    shown = logits[..., kept]
+    rest = jax.nn.logsumexp(shown, axis=-1) - jax.nn.logsumexp(logits, axis=-1)
+    return shown, top, jnp.exp(rest)
+
+
+def weigh(head: Eagle3Head, slots: Compared) -> tuple[Float[Array, ""], list[Float[Array, ""]]]:
+    """Return (loss, each step's): step s weighted by `step_loss_decay ** s`."""
+    shares = [head.config.step_loss_decay**s for s in range(slots.counted.shape[-1])]
+    rule = head.config.objective
+    loss, steps, _ = objective.over_steps(rule, slots.terms, slots.counted, shares)
+    return loss, steps
+
+
+def chain_lengths(slots: Compared) -> tuple[jax.Array, jax.Array]:
     """Return (tau_greedy, tau_probabilistic): expected tokens of a round, the bonus included.
 
     1 + the mean over the rows of step 0 that count of `sum_s prod_{j <= s}` of correct, or of
     the acceptance rate.
     """
-    count = jnp.maximum(jnp.sum(steps[0].position_mask), 1)
+    first = slots.counted[..., 0]
+    count = jnp.maximum(jnp.sum(first), 1)
 
-    def mean_length(values: list[jax.Array]) -> jax.Array:
-        reach = jnp.cumprod(jnp.stack(values).astype(jnp.float32), axis=0)
-        return 1.0 + losses.masked_sum(reach.sum(0), steps[0].position_mask) / count
+    def mean_length(values: jax.Array) -> jax.Array:
+        reach = jnp.cumprod(values.astype(jnp.float32), axis=-1)
+        return 1.0 + losses.masked_sum(reach.sum(-1), first) / count
 
-    return (
-        mean_length([step.correct for step in steps]),
-        mean_length([step.accept_rate for step in steps]),
-    )
+    accept = jnp.where(slots.counted, slots.accept, 0.0)
+    return mean_length(slots.correct), mean_length(accept)
 
 
-def chain_accuracy(steps: list[Step]) -> tuple[jax.Array, jax.Array]:
-    """Return speculators' (full_acc, cond_acc), each `[steps]`.
+def chain_accuracy(slots: Compared) -> tuple[jax.Array, jax.Array]:
+    """Return speculators' (full_acc, cond_acc), each `[T]`.
 
     Rows right at all steps so far, over the rows that count now, or over those right before.
     """
-    right = jnp.cumprod(jnp.stack([step.correct for step in steps]).astype(jnp.float32), axis=0)
-    hits = right.sum((1, 2))
-    counts = jnp.stack([jnp.sum(step.position_mask) for step in steps])
-    before = jnp.concatenate([counts[:1].astype(jnp.float32), hits[:-1]])
+    hits = jnp.cumprod(slots.correct.astype(jnp.float32), axis=-1).sum((0, 1))
+    counts = slots.counted.sum((0, 1)).astype(jnp.float32)
+    before = jnp.concatenate([counts[:1], hits[:-1]])
     return hits / (counts + 1e-5), hits / (before + 1e-5)
 
 
@@ -316,23 +338,22 @@ def training_loss(
     `tau_probabilistic`, `counted` (rows that count at step 0), and per step s `loss_s`,
     `accuracy_s` and `acceptance_s`. A batch without supervised tokens gives 0.
     """
-    refuse_packed(batch, "Eagle3")
     rows = rows_of(batch, head.config.mask_shift)
-    teacher = teach(borrowed.output, rows.hidden, kept_ids(params), head.softcap)
-    steps = unroll(head, params, borrowed, rows, teacher)
-    greedy, probabilistic = chain_lengths(steps)
+    slots = compare(head, params, borrowed, rows, unroll(head, params, borrowed, rows))
+    loss, steps = weigh(head, slots)
+    greedy, probabilistic = chain_lengths(slots)
     metrics = {
-        "acceptance": steps[0].mean_accept_rate,
-        "accuracy": steps[0].accuracy,
+        "acceptance": slots.acceptance[0],
+        "accuracy": slots.accuracy[0],
         "tau_greedy": greedy,
         "tau_probabilistic": probabilistic,
-        "counted": jnp.sum(steps[0].position_mask).astype(jnp.float32),
+        "counted": jnp.sum(slots.counted[..., 0]).astype(jnp.float32),
     }
     for s, step in enumerate(steps):
-        metrics[f"loss_{s}"] = step.loss
-        metrics[f"accuracy_{s}"] = step.accuracy
-        metrics[f"acceptance_{s}"] = step.mean_accept_rate
-    return total_loss(head, steps), jax.lax.stop_gradient(metrics)
+        metrics[f"loss_{s}"] = step
+        metrics[f"accuracy_{s}"] = slots.accuracy[s]
+        metrics[f"acceptance_{s}"] = slots.acceptance[s]
+    return loss, jax.lax.stop_gradient(metrics)
 
 
 def pack(

@@ -25,7 +25,8 @@ class Gemma4MtpConfig:
         last target state (serving engines). Sliding layers see a whole window of keys either way.
       steps: training steps k; step k learns the token k + 1 places behind the newest one.
       step_loss_decay: weight of step k is this to the power of k, over the sum of all.
-      objective: loss terms of a step; its weighting goes by step where it is not "none".
+      objective: loss of a step's rows, see Objective; its weighting goes by step where it is not
+        "none", besides step_loss_decay.
       centroid_factor: of the loss that teaches the centroids which cluster the next token is in.
       remat: compute a step's activations anew in the backward pass instead of keeping them.
       greedy_drafts: draft the most probable token in sampled rows too.
@@ -64,9 +65,4 @@ class Gemma4MtpConfig:
         if self.step_loss_decay <= 0 or self.centroid_factor < 0:
             raise ConfigError(
                 "Gemma4Mtp.step_loss_decay must be positive and centroid_factor not negative"
-            )
-        if self.objective.weighting == "dpace":
-            raise ConfigError(
-                'Gemma4Mtp.objective: weighting "dpace" is for blocks; weigh steps by'
-                " step_loss_decay"
             )

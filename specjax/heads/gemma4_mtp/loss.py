@@ -17,7 +17,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.heads import objective
-from specjax.heads.base import Borrowed, TrainBatch, refuse_packed
+from specjax.heads.base import Borrowed, TrainBatch
 from specjax.heads.gemma4_mtp.centroids import cluster_of
 from specjax.heads.gemma4_mtp.network import (
     AssistantWeights,
@@ -25,15 +25,15 @@ from specjax.heads.gemma4_mtp.network import (
     step,
     tables_at,
 )
+from specjax.heads.pieces import in_pieces
 from specjax.layers import losses
 from specjax.layers.attention import KeyBlock, causal_mask
 from specjax.layers.cache.window import WindowKind, window_mask
+from specjax.layers.documents import Documents
 from specjax.layers.linear import capped, linear_f32
 
 if TYPE_CHECKING:
     from specjax.heads.gemma4_mtp.head import Gemma4MtpHead
-
-_ROWS = 512  # rows whose logits over the vocabulary exist at one time
 
 
 @struct.dataclass
@@ -41,7 +41,7 @@ class Step:
     """What is known of one step; per row `[B, S]`.
 
     Attributes:
-        terms: loss terms by name, float32.
+        terms: loss terms by name, float32; where not counted, anything.
         accept: the overlap of both distributions, without a gradient.
         correct: the head's most probable token is the target's.
         counted: rows that count: the learned token is the assistant's.
@@ -65,7 +65,7 @@ def shift(x: jax.Array, by: int) -> jax.Array:
 
 
 def visible_to_rows(head: Gemma4MtpHead, batch: TrainBatch) -> tuple[KeyBlock, ...]:
-    """Return per layer read what the rows see of it: row i the positions up to i."""
+    """Return per layer read what the rows see of it: row i the positions of its text up to i."""
     length = batch.tokens.shape[1]
     blocks = []
     for layer, (k, v) in zip(head.keys, batch.keys, strict=True):
@@ -74,6 +74,8 @@ def visible_to_rows(head: Gemma4MtpHead, batch: TrainBatch) -> tuple[KeyBlock, .
             mask = window_mask(length, cache.window)
         else:
             mask = causal_mask(length)
+        if batch.documents is not None and batch.positions is not None:
+            mask = mask & Documents(batch.documents, batch.positions).together
         blocks.append(KeyBlock(k, v, mask))
     return tuple(blocks)
 
@@ -95,33 +97,22 @@ def compare(
     rule, clusters = head.config.objective, params.clusters
     places = None if clusters is None else cluster_of(clusters)
 
-    def one(parts: Any) -> Any:
+    def one(parts: tuple[jax.Array, ...]) -> Any:
         y, state, label = parts
         logits = linear_f32(y, params.embedding)
         teacher = jax.lax.stop_gradient(capped(linear_f32(state, borrowed.output), head.softcap))
-        terms = objective.slot_terms(rule, logits, teacher, label)
-        accept = jax.lax.stop_gradient(losses.overlap(logits, teacher))
-        correct = jnp.argmax(logits, -1) == jnp.argmax(teacher, -1)
+        slots = objective.compare(rule, logits, teacher, label)
+        correct = slots.pred == slots.best
         if places is None or clusters is None:
-            return terms, accept, correct, jnp.zeros(label.shape), jnp.ones(label.shape, bool)
+            none = jnp.zeros(label.shape)
+            return slots.terms, slots.accept, correct, none, jnp.ones(label.shape, bool)
         scores, place = linear_f32(y, clusters.centroids), places[label]
-        own = jnp.take_along_axis(scores, place[:, None], axis=1)
-        found = jnp.sum(scores > own, axis=1) < head.config.centroid_top_k
-        return terms, accept, correct, losses.hard_cross_entropy(scores, place), found
+        own = jnp.take_along_axis(scores, place[..., None], axis=-1)
+        found = jnp.sum(scores > own, axis=-1) < head.config.centroid_top_k
+        return slots.terms, slots.accept, correct, losses.hard_cross_entropy(scores, place), found
 
-    rows = labels.size
-    parts = tuple(x.reshape(rows, *x.shape[2:]) for x in (hidden, target, labels))
-    if rows <= _ROWS:
-        done = one(parts)
-    else:
-
-        def pieces(x: jax.Array) -> jax.Array:
-            x = jnp.pad(x, [(0, -rows % _ROWS)] + [(0, 0)] * (x.ndim - 1))
-            return x.reshape(-1, _ROWS, *x.shape[1:])
-
-        done = jax.lax.map(jax.checkpoint(one), jax.tree.map(pieces, parts))
-        done = jax.tree.map(lambda x: x.reshape(-1)[:rows], done)
-    terms, accept, correct, cluster, found = jax.tree.map(lambda x: x.reshape(labels.shape), done)
+    done = in_pieces(one, (hidden, target, labels), counted, head.vocab)
+    terms, accept, correct, cluster, found = done
     return Step(terms, accept, correct & counted, counted, cluster, found)
 
 
@@ -133,7 +124,9 @@ def unroll(
     at = jnp.arange(length)[None]
     supervised = (batch.loss_mask > 0) & (at < batch.lengths[:, None])
     keys = visible_to_rows(head, batch)
-    positions = jnp.broadcast_to(query_positions(head, at + 1), batch.tokens.shape)
+    places = jnp.broadcast_to(at, batch.tokens.shape)
+    places = places if batch.positions is None else batch.positions
+    positions = query_positions(head, places + 1)
     tables = tables_at(head, positions)
 
     def run(
@@ -142,6 +135,8 @@ def unroll(
         tokens = shift(batch.tokens, 1 + k)
         done = step(head, params, borrowed, tokens, state, tables, keys)
         labels, counted = shift(batch.tokens, 2 + k), shift(supervised, 2 + k)
+        if batch.documents is not None:
+            counted = counted & (shift(batch.documents, 2 + k) == batch.documents)
         target = shift(batch.hidden, 1 + k)
         return compare(head, params, borrowed, done.hidden, target, labels, counted), done.state
 
@@ -165,22 +160,24 @@ def training_loss(
     `loss_clusters` and `clusters_found` (how often the learned token's cluster would be scored).
     A batch without supervised tokens gives 0.
     """
-    refuse_packed(batch, "Gemma4Mtp")
     config, rule = head.config, head.config.objective
     steps = unroll(head, params, borrowed, batch)
     shares = [config.step_loss_decay**k for k in range(config.steps)]
-    total, clusters = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
+    shares = [share / sum(shares) for share in shares]
+    mask = jnp.stack([done.counted for done in steps], axis=-1)
+    terms = {
+        name: jnp.stack([done.terms[name] for done in steps], axis=-1) for name in steps[0].terms
+    }
+    total, values, weights = objective.over_steps(rule, terms, mask, shares)
+    clusters = jnp.zeros((), jnp.float32)
     metrics: dict[str, jax.Array] = {}
     for k, (share, done) in enumerate(zip(shares, steps, strict=True)):
-        mask, count = done.counted, jnp.maximum(jnp.sum(done.counted), 1)
-        weights = objective.slot_weights(rule, jnp.full(mask.shape, k), mask, done.terms)
-        loss, _ = objective.total(rule, done.terms, mask, weights)
-        missed = objective.reduce(rule, done.cluster, mask, weights)
-        total += share / sum(shares) * (loss + config.centroid_factor * missed)
-        clusters += share / sum(shares) * missed
-        metrics[f"loss_{k}"] = loss
+        count = jnp.maximum(jnp.sum(done.counted), 1)
+        clusters += share * objective.reduce(rule, done.cluster, done.counted, weights[..., k])
+        metrics[f"loss_{k}"] = values[k]
         metrics[f"accuracy_{k}"] = jnp.sum(done.correct) / count
-        metrics[f"acceptance_{k}"] = losses.masked_sum(done.accept, mask) / count
+        metrics[f"acceptance_{k}"] = losses.masked_sum(done.accept, done.counted) / count
+    total += config.centroid_factor * clusters
     first = steps[0]
     metrics |= {
         "acceptance": metrics["acceptance_0"],

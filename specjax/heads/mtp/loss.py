@@ -18,11 +18,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax.core.errors import ConfigError
 from specjax.heads import objective
-from specjax.heads.base import Borrowed, TrainBatch, refuse_packed
+from specjax.heads.base import Borrowed, TrainBatch
 from specjax.heads.mtp.network import ModuleWeights, MtpWeights, carry, draft_logits, layer_input
+from specjax.heads.pieces import in_pieces
 from specjax.layers.context import Context
+from specjax.layers.documents import Documents
 from specjax.layers.linear import capped, linear_f32
-from specjax.layers.losses import masked_sum, overlap
+from specjax.layers.losses import masked_sum
 
 if TYPE_CHECKING:
     from specjax.heads.mtp.head import MtpHead
@@ -33,7 +35,7 @@ class Step:
     """What a step gives per index.
 
     Attributes:
-        terms: loss terms by name, float32.
+        terms: loss terms by name, float32; where not counted, anything.
         right: the head's most probable token is the text's.
         counted: the label is supervised.
         accept: overlap with the target's distribution; None where no term needs that.
@@ -51,15 +53,24 @@ def forced_pass(
     borrowed: Borrowed,
     states: Float[Array, "B R H"],
     tokens: Int[Array, "B R"],
+    documents: Documents | None = None,
 ) -> Float[Array, "B R H"]:
     """Run a module over texts from their start, each index given its state and next token.
+
+    Args:
+        head: what it is.
+        module: the module's weights.
+        borrowed: the target's embedding and output layer.
+        states: of the target, or handed on by the step before.
+        tokens: the one after each state's.
+        documents: the texts of each row, None where it is one.
 
     Returns:
         The outputs before the last norm.
     """
     batch, length = tokens.shape
-    start = jnp.zeros((batch,), jnp.int32)
-    ctx = Context.of(start, jnp.full((batch,), length), length, head.layer.ropes)
+    start, ropes = jnp.zeros((batch,), jnp.int32), head.layer.ropes
+    ctx = Context.of(start, jnp.full((batch,), length), length, ropes, documents=documents)
     x = layer_input(head, module, borrowed, states, tokens, ctx.positions)
     return head.layer.run(module.layer, x, ctx, None, 0)[0]
 
@@ -87,12 +98,15 @@ def unroll(
         )
     at = jnp.arange(length)[None]
     supervised = (batch.loss_mask > 0) & (at < batch.lengths[:, None])
+    texts = None
+    if batch.documents is not None and batch.positions is not None:
+        texts = Documents(batch.documents[:, :window], batch.positions[:, :window])
 
     def run(
         module: ModuleWeights, borrowed: Borrowed, states: jax.Array, part: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, Step]:
         tokens, labels, counted, hidden = part
-        out = forced_pass(head, module, borrowed, states, tokens)
+        out = forced_pass(head, module, borrowed, states, tokens, texts)
         return carry(head, module, out), _compare(
             head, module, borrowed, out, labels, counted, hidden
         )
@@ -102,11 +116,14 @@ def unroll(
     states, steps = batch.hidden[:, :window], []
     for k in range(config.steps):
         here, label = slice(1 + k, 1 + k + window), slice(2 + k, 2 + k + window)
+        counted = supervised[:, label]
+        if batch.documents is not None:
+            counted = counted & (batch.documents[:, label] == batch.documents[:, :window])
         # The state whose logits predict the label stands one before it.
         part = (
             batch.tokens[:, here],
             batch.tokens[:, label],
-            supervised[:, label],
+            counted,
             batch.hidden[:, here],
         )
         module = params.modules[min(k, head.modules - 1)]
@@ -124,19 +141,22 @@ def _compare(
     counted: Bool[Array, "B R"],
     hidden: Float[Array, "B R H"],
 ) -> Step:
-    """Compare a step's outputs with the text and, where a term asks for it, with the target."""
-    logits = draft_logits(head, module, borrowed, out)
-    target = accept = None
-    if objective.needs_teacher(head.config.objective):
-        states = jax.lax.stop_gradient(hidden.astype(module.norm.dtype))
-        target = capped(linear_f32(states, borrowed.output), head.softcap)
-        accept = jax.lax.stop_gradient(overlap(logits, target))
-    return Step(
-        terms=objective.slot_terms(head.config.objective, logits, target, labels),
-        right=jnp.argmax(logits, axis=-1) == labels,
-        counted=counted,
-        accept=accept,
-    )
+    """Compare a step's outputs with the text and, where a term asks for it, with the target.
+
+    A piece of the indices at a time, so that their logits never exist all at once.
+    """
+    rule = head.config.objective
+    hidden = jax.lax.stop_gradient(hidden.astype(module.norm.dtype))
+
+    def one(parts: tuple[jax.Array, ...]) -> objective.Slots:
+        y, state, label = parts
+        logits, target = draft_logits(head, module, borrowed, y), None
+        if objective.needs_teacher(rule):
+            target = capped(linear_f32(state, borrowed.output), head.softcap)
+        return objective.compare(rule, logits, target, label)
+
+    slots = in_pieces(one, (out, hidden, labels), counted, borrowed.output.shape[0])
+    return Step(slots.terms, slots.pred == labels, counted, slots.accept)
 
 
 def training_loss(
@@ -149,19 +169,15 @@ def training_loss(
     (labels of step 0), per step k `loss_k` and `accuracy_k`, and where the objective looks at the
     target's distribution `acceptance` and `acceptance_k`. Without supervised labels the loss is 0.
     """
-    refuse_packed(batch, "Mtp")
     goal, steps = head.config.objective, unroll(head, params, borrowed, batch)
     mask = jnp.stack([step.counted for step in steps], axis=-1)
     terms = {
         name: jnp.stack([step.terms[name] for step in steps], axis=-1) for name in steps[0].terms
     }
-    weights = objective.slot_weights(goal, jnp.arange(len(steps)), mask, terms)
-    loss = jnp.zeros((), jnp.float32)
+    shares = step_weights(len(steps), head.config.beta)
+    loss, values, _ = objective.over_steps(goal, terms, mask, shares)
     metrics: dict[str, jax.Array] = {}
-    for k, share in enumerate(step_weights(len(steps), head.config.beta)):
-        own = {name: term[..., k] for name, term in terms.items()}
-        value, _ = objective.total(goal, own, mask[..., k], weights[..., k])
-        loss = loss + share * value
+    for k, value in enumerate(values):
         count = jnp.maximum(jnp.sum(mask[..., k]), 1)
         metrics[f"loss_{k}"] = value
         metrics[f"accuracy_{k}"] = jnp.sum(steps[k].right & mask[..., k]) / count

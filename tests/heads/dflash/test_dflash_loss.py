@@ -17,6 +17,7 @@ from scripts.fixture_checks.compare import compare
 from scripts.fixture_checks.fixture import read_fixture
 from scripts.fixture_checks.outcome import Outcome
 from specjax.core.errors import ConfigError
+from specjax.heads import pieces
 from specjax.heads.base import TrainBatch
 from specjax.heads.dflash import block_pass, loss
 from specjax.heads.dflash.anchors import Texts, lay_out, texts_of
@@ -230,7 +231,7 @@ def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     head, params = cases.tiny(ONE, objective=DEEPSPEC, num_anchors=5)
     plain = dataclasses.replace(head, config=dataclasses.replace(head.config, remat=False))
     want = gradients_of(plain, params, batch_of())
-    monkeypatch.setattr(loss, "_SLOTS", 16)  # 3 of the 10 blocks, the last group short
+    monkeypatch.setattr(pieces, "ELEMENTS", 2 * 2 * 7 * VOCAB)  # 2 of a row's 5 blocks
     monkeypatch.setattr(block_pass, "_SCORES", 900)  # 2 of a row's 5
     got = gradients_of(head, params, batch_of())
     for one, two in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):

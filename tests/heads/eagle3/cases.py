@@ -14,6 +14,7 @@ from specjax.heads.eagle3 import layouts
 from specjax.heads.eagle3.config import Eagle3Config
 from specjax.heads.eagle3.head import Eagle3Head, Eagle3State
 from specjax.heads.eagle3.network import Eagle3Weights
+from specjax.heads.objective_config import Objective
 from specjax.io.hf import TensorReader
 from specjax.layers.blocks.dense import BlockConfig
 from specjax.layers.rope import RopeConfig
@@ -27,12 +28,16 @@ FIXTURES = Path(__file__).parents[2] / "fixtures"
 
 # The conventions of each reference, which its fixture was computed under.
 CONVENTIONS: dict[str, dict[str, Any]] = {
-    "eagle3_llama": {"normalise": "all"},
-    "eagle3_qwen3": {"normalise": "all", "drop_tail": True, "remat": False},
+    "eagle3_llama": {"objective": Objective(terms=("soft_ce",), normaliser="all")},
+    "eagle3_qwen3": {
+        "objective": Objective(terms=("soft_ce",), normaliser="all"),
+        "drop_tail": True,
+        "remat": False,
+    },
     "eagle3_speculators": {
         "ttt_length": 4,
         "step_loss_decay": 1.0,
-        "loss": "kl_div",
+        "objective": Objective(terms=("kl_div",), normaliser="counted"),
         "mask_shift": 1,
         "in_vocab_only": False,
         "remat": False,

@@ -9,10 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.core.errors import ConfigError
+from specjax.heads import pieces
 from specjax.heads.base import TrainBatch
-from specjax.heads.gemma4_mtp import loss as training
-from specjax.heads.gemma4_mtp.config import Gemma4MtpConfig
 from specjax.heads.gemma4_mtp.network import query_positions, step, tables_at, visible_keys
 from specjax.heads.objective import Objective
 from tests.decode.adversary import VOCAB, WINDOW, tiny
@@ -184,15 +182,10 @@ def test_pieces_and_recomputing_change_nothing(
     case: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (loss, metrics), gradient = case.value(case.params, case.borrowed, case.batch)
-    monkeypatch.setattr(training, "_ROWS", 7)
+    monkeypatch.setattr(pieces, "ELEMENTS", 4 * 2 * VOCAB)
     head = dataclasses.replace(case.head, config=dataclasses.replace(case.head.config, remat=True))
     value = cases.jit(jax.value_and_grad(head.loss, has_aux=True, allow_int=True))
     (again, same), other = value(case.params, case.borrowed, case.batch)
     np.testing.assert_allclose(again, loss, rtol=1e-5)
     assert metrics.keys() == same.keys()
     np.testing.assert_allclose(other.embedding, gradient.embedding, atol=1e-5)
-
-
-def test_blocks_weights_are_refused() -> None:
-    with pytest.raises(ConfigError, match='"dpace" is for blocks'):
-        Gemma4MtpConfig(objective=Objective(terms=("ce",), weighting="dpace"))
