@@ -32,7 +32,7 @@ from specjax import heads, targets
 from specjax.core.errors import SpecJaxError
 from specjax.decode import Engine, EngineConfig, Request
 from specjax.evaluation import shares
-from specjax.heads.base import Borrowed, DraftContext, NullHead, Observation, Proposal
+from specjax.heads.base import Borrowed, DraftContext, NullHead, Observation, Proposal, borrow
 from specjax.io.hf import resolve
 
 DTYPES = ("float32", "bfloat16")
@@ -256,7 +256,10 @@ class Bench:
         """Print where the time of a round goes, without a head and with the one given."""
         kinds: dict[str, tuple[Any, Any, int]] = {"none": (None, (), 0)}
         if self.args.head:
-            head, head_params = heads.load(self.args.head, self.target.info, "bfloat16")
+            lent = borrow(self.target, self.params["bfloat16"])
+            head, head_params = heads.load(
+                self.args.head, self.target.info, "bfloat16", borrowed=lent
+            )
             kinds[head.name] = (head, head_params, self.args.num_speculative_tokens)
         table = Table(title="One round, batch 1, bfloat16: ms", title_justify="left", box=None)
         for name in ("head", "drafts", "target", "head's part", "rest", "sum", "whole round"):

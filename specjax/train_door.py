@@ -6,6 +6,7 @@ algorithm.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,12 @@ if TYPE_CHECKING:
 
 Make = Callable[["Target", Any, "Borrowed", "jax.Array", "np.ndarray | None"], tuple[Any, Any]]
 
-_SHORT = {"target": "Trainer.target", "out": "Trainer.out", "data": "Data.files"}
+_SHORT = {
+    "target": "Trainer.target",
+    "out": "Trainer.out",
+    "data": "Data.files",
+    "init_from": "Trainer.init_from",
+}
 
 
 def train_door(
@@ -51,11 +57,16 @@ def train_door(
         from specjax import targets
         from specjax.heads.base import borrow
         from specjax.training.run import read_kept, train
+        from specjax.training.warm_start import warm_start
 
         target, weights = targets.load(run.target, run.target_dtype, how=run.target_options)
-        kept = read_kept(settings.draft_vocab) if drafts_few and settings.draft_vocab else None
-        drawn = jax.random.key(run.seed)
-        made, params = make(target, settings, borrow(target, weights), drawn, kept)
+        if run.init_from:
+            made, params, said = warm_start(run, target, weights, settings, head)
+            print(said, file=sys.stderr)
+        else:
+            kept = read_kept(settings.draft_vocab) if drafts_few and settings.draft_vocab else None
+            drawn = jax.random.key(run.seed)
+            made, params = make(target, settings, borrow(target, weights), drawn, kept)
         train(run, target, weights, made, params, config.operative())
 
     short = {**_SHORT, "draft_vocab": f"{head}.draft_vocab"} if drafts_few else _SHORT

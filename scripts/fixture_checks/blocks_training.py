@@ -23,12 +23,12 @@ from specjax.heads.dflash.head import DFlashHead
 from specjax.heads.dflash.loss import (
     acceptance_by_slot,
     block_loss,
-    chain_length,
     confidence_errors,
     slot_logits,
 )
 from specjax.heads.dflash.network import DFlashWeights, fuse, sees_slots
 from specjax.heads.objective_config import Objective
+from specjax.heads.reach import reach
 from specjax.io.hf import TensorReader
 from specjax.layers import losses
 from specjax.layers.norm import rms_norm
@@ -143,7 +143,7 @@ def _deepspec(head: DFlashHead, aux: Arrays) -> Arrays:
         "target_top_ids": slots.best,
         "ce_loss": found.parts["hard_ce"],
         "l1_loss": found.parts["l1"],
-        "metric.tau_probabilistic": chain_length(slots.accept, slots.counted),
+        "metric.tau_probabilistic": _length(slots.accept, slots.counted),
         "metric.accept_rate_by_slot": acceptance_by_slot(slots),
     }
     if slots.confidence is not None:
@@ -278,7 +278,7 @@ def _speculators_metrics(head: DFlashHead, aux: Arrays, said: str) -> Arrays:
         "full_acc": right.sum() / count,
         "eal": jnp.sum(jnp.cumprod(by_slot[first:])),
         "accept_rate": jnp.sum(slots.accept * mask) / count,
-        "accept_len": chain_length(slots.accept[..., first:], slots.counted[..., first:]),
+        "accept_len": _length(slots.accept[..., first:], slots.counted[..., first:]),
     }
     if said.startswith("{"):
         out |= {f"{name}_loss": value for name, value in found.parts.items()}
@@ -341,3 +341,7 @@ def _named_gradients(head: DFlashHead, gradients: DFlashWeights, fixture: Fixtur
 
     map_specs(take, head.specs(), gradients, head.trainable())
     return out
+
+
+def _length(share: jax.Array, counted: jax.Array) -> jax.Array:
+    return 1.0 + jnp.sum(reach(share, counted, counted.any(-1)))

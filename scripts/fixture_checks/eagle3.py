@@ -23,7 +23,7 @@ from specjax.heads.eagle3.loss import (
     Compared,
     Rows,
     chain_accuracy,
-    chain_lengths,
+    chains,
     compare,
     pack,
     rows_of,
@@ -155,12 +155,12 @@ def training(pair: _Pair, fixture: Fixture) -> dict[str, np.ndarray]:
         rows = rows_of(batch, head.config.mask_shift)
         outs = unroll(head, params, borrowed, rows)
         slots = compare(head, params, borrowed, rows, outs)
-        greedy, probabilistic = chain_lengths(slots)
+        lengths = chains(slots)
         return {
             "target_logits": teach(head, borrowed, batch.hidden, None)[0],
             "fused_hidden": fuse(head, params, rows.taps),
-            "tau_greedy": greedy,
-            "tau_probabilistic": probabilistic,
+            "tau_greedy": lengths["tau_greedy"],
+            "tau_probabilistic": lengths["tau_probabilistic"],
             **_named_steps(pair, params, borrowed, outs, slots),
         }
 

@@ -16,11 +16,13 @@ from specjax.data.prompts import Prompt, load_prompts
 from specjax.decode.requests import Request
 from specjax.evaluation import demo
 from specjax.evaluation.config import EvalConfig
-from specjax.heads.base import Head
+from specjax.heads import pairing
+from specjax.heads.base import Head, borrow
 from specjax.io.hf import resolve
 from specjax.targets.base import Target
 
 PyTree = Any
+_WORDS = ("none", "ngram", "mtp")  # heads that are no directory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +74,14 @@ def load(config: EvalConfig) -> Subject:
     params: dict[str, PyTree] = {}
     for dtype in config.baseline_dtypes:
         target, params[dtype] = targets.load(root, dtype, how=config.target_options)
-    head, head_params = heads.find(config.head, root, target.info, config.dtype, config.ngram)
+    head, head_params = heads.find(
+        config.head,
+        root,
+        target.info,
+        config.dtype,
+        config.ngram,
+        borrow(target, params[config.dtype]),
+    )
     return Subject(
         target=target,
         params=params,
@@ -81,14 +90,22 @@ def load(config: EvalConfig) -> Subject:
         requests=_requests(prompts, _tokenizer(root), target, config),
         target_name=root.resolve().name,
         head_source=config.head,
-        notes=_notes(prompts, config),
+        notes=(*_notes(prompts, config), *_lent(config.head)),
     )
+
+
+def _lent(source: str) -> tuple[str, ...]:
+    """Say which rows of a head's file are the target's."""
+    if source in _WORDS or source.startswith("small_model:"):
+        return ()
+    note = pairing.note(resolve(source))
+    return (note,) if note else ()
 
 
 def _check_head(source: str) -> None:
     """Refuse a head that is not there before the target is loaded."""
     word, colon, rest = source.partition(":")
-    if source not in ("none", "ngram", "mtp"):
+    if source not in _WORDS:
         resolve(rest if word == "small_model" and colon else source)
 
 

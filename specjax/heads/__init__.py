@@ -15,7 +15,11 @@ RELEASED = ("eagle3", "dflash", "mtp", "gemma4_mtp")
 
 
 def load(
-    path: str | Path, info: Any, dtype: str = "float32", shardings: Any | None = None
+    path: str | Path,
+    info: Any,
+    dtype: str = "float32",
+    shardings: Any | None = None,
+    borrowed: Any | None = None,
 ) -> tuple[Any, Any]:
     """Load a released head, whatever its algorithm.
 
@@ -24,6 +28,8 @@ def load(
         info: the `TargetInfo` of the target it shall serve.
         dtype: dtype in memory.
         shardings: as in `io.hf.load_params`.
+        borrowed: the target's embedding and output layer (`heads.base.borrow`). A head that is
+            stored without these rows takes them from here, and refuses another target's.
 
     Returns:
         (head, weights).
@@ -40,7 +46,7 @@ def load(
     for kind in RELEASED:
         layouts = _layouts(kind)
         if layouts.recognises(config):
-            return layouts.load(root, info, dtype, shardings)
+            return layouts.load(root, info, dtype, shardings, borrowed)
     raise CheckpointError(
         f"{root}: architectures {config.get('architectures')} is no draft head; have"
         f" {', '.join(RELEASED)}"
@@ -48,7 +54,12 @@ def load(
 
 
 def find(
-    source: str, target: str | Path, info: Any, dtype: str = "float32", ngram: Any = None
+    source: str,
+    target: str | Path,
+    info: Any,
+    dtype: str = "float32",
+    ngram: Any = None,
+    borrowed: Any | None = None,
 ) -> tuple[Any, Any]:
     """Return the head that a user names.
 
@@ -60,6 +71,7 @@ def find(
         info: its facts.
         dtype: dtype in memory.
         ngram: settings of "ngram".
+        borrowed: as for `load`.
 
     Returns:
         (head, weights).
@@ -85,14 +97,14 @@ def find(
         return SmallModelHead.for_target(info, model), params
     if source == "mtp":  # its own words where the target has no modules
         return _layouts("mtp").load(target, info, dtype)
-    return load(source, info, dtype)
+    return load(source, info, dtype, borrowed=borrowed)
 
 
 def save(head: Any, params: Any, path: str | Path, dtype: str | None = None) -> None:
     """Write a head in its released layout, whole or not at all.
 
     Args:
-        head: the head.
+        head: the head; one of another kind than ours writes itself (`head.save`).
         params: its weights.
         path: directory, made if needed.
         dtype: dtype on disk, None to keep the weights'.
@@ -103,6 +115,9 @@ def save(head: Any, params: Any, path: str | Path, dtype: str | None = None) -> 
     from specjax.core.errors import CheckpointError
 
     kind = "dflash" if head.name == "dspark" else head.name  # one network, one layout
+    if kind not in RELEASED and hasattr(head, "save"):
+        head.save(params, path, dtype)
+        return
     if kind not in RELEASED:
         raise CheckpointError(f"a head of kind {head.name!r} has no weights to save")
     _layouts(kind).save(head, params, path, dtype)

@@ -17,6 +17,7 @@ import jax
 
 from specjax.core.errors import PairingError
 from specjax.core.params import ParamSpec, leaves_with_names
+from specjax.heads import pairing
 from specjax.heads.catalog import HeadEntry, Published
 from specjax.io.hf import TensorReader, read_config, resolve
 from specjax.targets import catalog as targets
@@ -134,14 +135,15 @@ def describe_directory(path: str | Path, only: str | None = None) -> HeadRecord:
     """
     root = resolve(path)
     held = any(root.glob("*.safetensors*"))
+    config = read_config(root)
     entry = HeadEntry(
         name=root.name,
-        config=read_config(root),
+        config=config,
         source=str(root),
         targets=(),
         drafts=None,
         published=Published(),
-        stores=TensorReader(root).shapes if held else {},
+        stores=pairing.with_lent(config, TensorReader(root).shapes, str(root)) if held else {},
     )
     return describe(entry, candidates(only))
 

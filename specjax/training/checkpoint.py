@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,10 @@ class Checkpoints:
     """The checkpoints of one run, in one folder.
 
     `close` waits for a save in progress; use as a context manager.
+
+    Attributes:
+        folder: where they lie.
+        best: step of one that is kept however old it is, None for no such.
     """
 
     def __init__(self, folder: Path, keep: int) -> None:
@@ -40,13 +44,16 @@ class Checkpoints:
         """
         self.folder = folder.resolve()
         self._keep = keep
+        self.best: int | None = None
         # Orbax reports progress and folder layouts as warnings, which says nothing to a user.
         absl_logging.set_verbosity(absl_logging.ERROR)
         self._manager = self._open()
 
     def _open(self) -> ocp.CheckpointManager:
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=self._keep, cleanup_tmp_directories=True, enable_async_checkpointing=True
+            preservation_policy=self,
+            cleanup_tmp_directories=True,
+            enable_async_checkpointing=True,
         )
         return ocp.CheckpointManager(self.folder, options=options)
 
@@ -57,6 +64,12 @@ class Checkpoints:
     def __exit__(self, *error: object) -> None:
         """Wait for a save in progress and close."""
         self._manager.close()
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Say which of the checkpoints stay; orbax asks (`PreservationPolicy`)."""
+        del context
+        newest = len(checkpoints) - self._keep
+        return [i >= newest or saved.step == self.best for i, saved in enumerate(checkpoints)]
 
     @property
     def steps(self) -> list[int]:
@@ -108,6 +121,25 @@ class Checkpoints:
                 state = self._read(step, state=ocp.args.StandardRestore(abstract)).state
                 return state, record
         return None
+
+    def read(self, step: int, like: TrainState) -> TrainState:
+        """Read one of the checkpoints.
+
+        Args:
+            step: which.
+            like: a state of the same structure and shapes.
+
+        Raises:
+            TrainingError: it is gone or damaged.
+        """
+        try:
+            abstract = jax.tree.map(_abstract, like)
+            return self._read(step, state=ocp.args.StandardRestore(abstract)).state
+        except Exception as error:  # of many kinds, as below
+            raise TrainingError(
+                f"the best checkpoint {self.folder / str(step)} cannot be read"
+                f" ({type(error).__name__}); the newest are at steps {self.steps}"
+            ) from error
 
     def _read(self, step: int, **items: Any) -> Any:
         return self._manager.restore(step, args=ocp.args.Composite(**items))

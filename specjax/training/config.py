@@ -132,15 +132,32 @@ class TrainerConfig:
         steps: optimiser steps, or None to let `epochs` decide.
         batch_size: conversations in a forward pass.
         accumulation: forward passes in an optimiser step.
+        init_from: draft head to start from: a directory or hub id, or "mtp" for the modules in the
+            target's checkpoint. Its shape is its own; how it is trained is said here. "" starts
+            from fresh weights.
         target_options: how the target is held and run.
         target_dtype: dtype of the target and so of its features.
+        features: folder of a cache that scripts/cache_features.py wrote, read in place of running
+            the target; "" runs it.
         compute_dtype: dtype of the head's products; its master weights are float32 always.
+        feature_noise: largest noise on the tapped states, drawn uniformly, as a fraction of each
+            state's root mean square.
+        ema: decay of the running average of the weights, which is then measured and exported; 0
+            for the weights themselves. It rises to this from 0.1 in the first steps.
         seed: of the initial weights, the data order and everything random.
         log_every: optimiser steps between records.
         save_every: optimiser steps between checkpoints.
         keep: newest checkpoints kept.
         eval_every: optimiser steps between measurements on the held-out rows; 0 for the end only.
+        decode_every: optimiser steps between measurements by decoding; 0 for none. The best
+            checkpoint by mean acceptance length is kept and exported then.
+        decode_prompts: prompts decoded, those of the first held-out rows.
+        decode_tokens: tokens decoded of each.
+        num_speculative_tokens: drafts of a round in these measurements, if the head can give so
+            many.
         max_skipped: consecutive non-finite steps after which the run stops.
+        tensorboard: write the log for TensorBoard too, under `out`.
+        wandb: project of Weights & Biases to report to; "" for none.
         export_dtype: dtype of the trained head on disk.
     """
 
@@ -152,22 +169,35 @@ class TrainerConfig:
     steps: int | None = None
     batch_size: int = 8
     accumulation: int = 1
+    init_from: str = ""
     target_options: TargetConfig = field(default_factory=TargetConfig)
     target_dtype: Dtype = "bfloat16"
+    features: str = ""
     compute_dtype: Dtype = "bfloat16"
+    feature_noise: float = 0.0
+    ema: float = 0.0
     seed: int = 0
     log_every: int = 10
     save_every: int = 100
     keep: int = 2
     eval_every: int = 0
+    decode_every: int = 0
+    decode_prompts: int = 16
+    decode_tokens: int = 64
+    num_speculative_tokens: int = 4
     max_skipped: int = 10
+    tensorboard: bool = False
+    wandb: str = ""
     export_dtype: Dtype = "float32"
 
     def __post_init__(self) -> None:
         """Refuse values that cannot be meant."""
         counts = ("epochs", "steps", "batch_size", "accumulation", "log_every", "save_every")
         _at_least(self, 1, *counts, "keep", "max_skipped")
-        _at_least(self, 0, "seed", "eval_every")
+        _at_least(self, 1, "decode_prompts", "decode_tokens", "num_speculative_tokens")
+        _at_least(self, 0, "seed", "eval_every", "decode_every", "feature_noise")
+        if not 0 <= self.ema < 1:
+            raise ConfigError(f"Trainer.ema must lie in 0 to below 1, got {self.ema}")
         if not self.target or not self.out:
             raise ConfigError("Trainer.target and Trainer.out must be given")
         if not self.data.files:

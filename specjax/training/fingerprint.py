@@ -36,6 +36,9 @@ def of_run(config: TrainerConfig, head: Any, frozen: Leaves) -> dict[str, Any]:
         "compute_dtype": config.compute_dtype,
         "optimizer": config.optim.name,
         "seed": config.seed,
+        **({"features": of_files([_manifest(config)])} if config.features else {}),
+        **({"feature_noise": config.feature_noise} if config.feature_noise else {}),
+        **({"ema": config.ema} if config.ema else {}),
         "head": getattr(head, "name", type(head).__name__),
         **{f"head.{name}": value for name, value in flatten(head).items()},
         **{f"frozen {name}": digest(leaf) for name, leaf in frozen.items()},
@@ -58,6 +61,27 @@ def of_target(path: str) -> str:
             handle.seek(max(size - _EDGE, 0))
             total.update(handle.read())
     return total.hexdigest()[:12]
+
+
+def of_features(config: TrainerConfig) -> dict[str, Any]:
+    """Return what the target's features of a run's rows depend on, which a cache must share."""
+    data, root = config.data, resolve(config.target)
+    names = ("tokenizer*", "*.jinja", "vocab*", "merges*", "special_tokens*", "added_tokens*")
+    files = sorted({path for name in names for path in root.glob(name) if path.is_file()})
+    tokenizer = hashlib.sha256(b"".join(file.read_bytes() for file in files))
+    return {
+        "target": of_target(config.target),
+        "target_dtype": config.target_dtype,
+        "tokenizer": tokenizer.hexdigest()[:12],
+        "data": of_files(data.paths),
+        "max_length": data.max_length,
+        "min_supervised": data.min_supervised,
+        "rendering": _rendering(data),
+    }
+
+
+def _manifest(config: TrainerConfig) -> str:
+    return str(Path(config.features).expanduser() / "features.json")
 
 
 def of_files(paths: Iterable[str]) -> str:

@@ -18,6 +18,7 @@ from specjax.io.hf import TensorReader
 from specjax.targets.base import Target
 from specjax.training import rows
 from specjax.training.config import TrainerConfig
+from specjax.training.features.batches import from_cache
 from specjax.training.logging import Display
 from specjax.training.trainer import Outcome, Trainer
 
@@ -49,6 +50,8 @@ def train(
         SpecJaxError: data that cannot be used, a checkpoint of another run, or a diverged run.
     """
     data = rows.load(config, target.info.stop_ids)
+    if config.features:
+        data = from_cache(data, config, target.info, head)
     trainer = Trainer(config, target, target_params, head, head_params, data.train, data.heldout)
     display = Display(trainer.total)
     display.say(data.report)
@@ -87,6 +90,8 @@ def model_card(config: TrainerConfig, algorithm: str, outcome: Outcome, report: 
         files=", ".join(Path(name).name for name in config.data.paths),
         report=report,
         steps=outcome.steps,
+        start=f", starting from {Path(config.init_from).name}" if config.init_from else "",
+        chosen=_chosen(outcome),
         batch=config.batch_size * config.accumulation,
         command=command,
         figures=json.dumps(_scalars(outcome.record), indent=2),
@@ -103,15 +108,26 @@ tags: [speculative-decoding, {algorithm}]
 A draft head for lossless speculative decoding of {target}, trained by SpecJAX.
 
 - Data: {files} ({report}).
-- Training: {steps} steps of {batch} conversations, features of the target computed online.
+- Training: {steps} steps of {batch} conversations{start}.
+- Weights: {chosen}.
 - Command: `{command}`
 
-The last record of the training log (teacher-forced estimates, not measured decoding):
+The last record of the training log (teacher-forced estimates; what was decoded is named so):
 
 ```json
 {figures}
 ```
 """
+
+
+def _chosen(outcome: Outcome) -> str:
+    if outcome.best is None:
+        return "of the last step"
+    length = outcome.best.mean_acceptance_length
+    return (
+        f"of step {outcome.best.step}, the best by decoding held-out prompts (mean acceptance"
+        f" length {length:.2f}, the bonus token included)"
+    )
 
 
 def _scalars(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from specjax.training.partition import Leaves, Partition, cast_floats
 PyTree = Any
 HostBatch = dict[str, Any]
 Metrics = dict[str, jax.Array]
+_OF_NOISE = 1 << 20  # a fold of a batch's key that no head uses
 
 
 @struct.dataclass
@@ -33,12 +34,19 @@ class TrainState:
         trained: float32 master weights by path.
         optimizer: optax state.
         skipped: steps that changed nothing because loss or gradients were not finite.
+        average: running average of the weights, None where the run keeps none.
     """
 
     step: Int[Array, ""]
     trained: Leaves
     optimizer: PyTree
     skipped: Int[Array, ""]
+    average: Leaves | None = None
+
+    @property
+    def result(self) -> Leaves:
+        """The weights that are measured and exported."""
+        return self.trained if self.average is None else self.average
 
 
 @struct.dataclass
@@ -58,12 +66,19 @@ class Fixed:
     target: PyTree
 
 
-def new_state(trained: Leaves, optimizer: optax.GradientTransformation) -> TrainState:
-    """Return the state before the first step."""
+def new_state(
+    trained: Leaves, optimizer: optax.GradientTransformation, averaged: bool = False
+) -> TrainState:
+    """Return the state before the first step, with a running average of the weights or without."""
     zero = jnp.zeros((), jnp.int32)
+
     # Copies, for the state is donated: zero twice is one buffer, and the caller keeps its leaves.
-    trained = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), trained)
-    return TrainState(zero, trained, optimizer.init(trained), jnp.zeros((), jnp.int32))
+    def copy() -> Leaves:
+        return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), trained)
+
+    average = copy() if averaged else None
+    own = copy()
+    return TrainState(zero, own, optimizer.init(own), jnp.zeros((), jnp.int32), average)
 
 
 def nothing_gathered(trained: Leaves) -> Gathered:
@@ -82,25 +97,31 @@ def features(
         head: says which residual streams and which layers' keys it wants.
         batch: "input_ids" `[B, S]` right padded, "loss_mask" `[B, S]`, "lengths" `[B]`; where rows
             pack several texts, "documents" and "positions" `[B, S]` besides (see `TrainBatch`).
+            Where "features" (`Stored`) stand beside them, these are taken and no target runs.
         key: handed on to the loss.
 
     Returns:
         The batch as heads get it; no gradient flows into it.
     """
-    texts = None
-    if "documents" in batch:
-        texts = Documents(batch["documents"], batch["positions"])
-    out = target.forward(
-        target_params, batch["input_ids"], batch["lengths"], None, head.taps, documents=texts
-    )
+    if "features" in batch:
+        dtype = target.input_embedding(target_params).dtype
+        hidden, taps, keys = batch["features"].recall(head.taps, head.reads, dtype)
+    else:
+        texts = None
+        if "documents" in batch:
+            texts = Documents(batch["documents"], batch["positions"])
+        out = target.forward(
+            target_params, batch["input_ids"], batch["lengths"], None, head.taps, documents=texts
+        )
+        hidden, taps, keys = out.hidden, out.taps, target.entries(out.update, head.reads)
     return TrainBatch(
         tokens=batch["input_ids"],
         loss_mask=batch["loss_mask"],
         lengths=batch["lengths"],
-        hidden=jax.lax.stop_gradient(out.hidden),
-        taps=jax.lax.stop_gradient(out.taps),
+        hidden=jax.lax.stop_gradient(hidden),
+        taps=jax.lax.stop_gradient(taps),
         key=key,
-        keys=jax.lax.stop_gradient(target.entries(out.update, head.reads)),
+        keys=jax.lax.stop_gradient(keys),
         documents=batch.get("documents"),
         positions=batch.get("positions"),
     )
@@ -118,14 +139,29 @@ class Steps:
         *,
         compute_dtype: str = "float32",
         seed: int = 0,
+        noise: float = 0.0,
+        ema: float = 0.0,
     ) -> None:
-        """Bind what is static. Weights are arguments of every call, never constants."""
+        """Bind what is static. Weights are arguments of every call, never constants.
+
+        Args:
+            target: the frozen target.
+            head: the head.
+            partition: which of its leaves are trained.
+            optimizer: their update.
+            compute_dtype: of the head's products.
+            seed: of everything random.
+            noise: see `TrainerConfig.feature_noise`.
+            ema: see `TrainerConfig.ema`; for states made with an average.
+        """
         self._target = target
         self._head = head
         self._partition = partition
         self._optimizer = optimizer
         self._dtype = compute_dtype
         self._seed = seed
+        self._noise = noise
+        self._ema = ema
         self.train: Callable[..., Any] = jax.jit(
             self._train, static_argnames="last", donate_argnums=(0, 1)
         )
@@ -166,7 +202,10 @@ class Steps:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), state.step), part)
         supervised = jnp.sum(batch["loss_mask"], dtype=jnp.float32)
         grad = jax.value_and_grad(partial(self._loss), has_aux=True)
-        (loss, metrics), gradients = grad(state.trained, fixed, self._features(fixed, batch, key))
+        found = self._features(fixed, batch, key)
+        if self._noise:
+            found = found.replace(taps=_noisy(found.taps, self._noise, key))
+        (loss, metrics), gradients = grad(state.trained, fixed, found)
         metrics = {**metrics, "loss": loss, "supervised": supervised}
         if gathered is not None:
             gathered = Gathered(
@@ -202,12 +241,28 @@ class Steps:
             trained=choose(trained, state.trained),
             optimizer=choose(optimizer, state.optimizer),
             skipped=state.skipped + jnp.where(finite, 0, 1),
+            average=state.average,
         )
+        if state.average is not None:
+            # A constant decay would hold on to the random start for 1 / (1 - ema) steps.
+            done = (state.step - state.skipped).astype(jnp.float32)
+            decay = jnp.minimum(self._ema, (1 + done) / (10 + done))
+            moved = jax.tree.map(
+                lambda old, new: old + (1 - decay) * (new - old), state.average, state.trained
+            )
+            state = state.replace(average=choose(moved, state.average))
         return state, norm
 
     def _evaluate(self, state: TrainState, fixed: Fixed, batch: HostBatch) -> Metrics:
         """Return the metrics of a batch; the same random key every time."""
         found = self._features(fixed, batch, jax.random.key(self._seed))
-        loss, metrics = self._loss(state.trained, fixed, found)
+        loss, metrics = self._loss(state.result, fixed, found)
         supervised = jnp.sum(batch["loss_mask"], dtype=jnp.float32)
         return {**metrics, "loss": loss, "supervised": supervised}
+
+
+def _noisy(taps: Float[Array, "n B S H"], most: float, key: jax.Array) -> Float[Array, "n B S H"]:
+    """Add uniform noise of at most `most` times each state's root mean square."""
+    size = jnp.sqrt(jnp.mean(jnp.square(taps.astype(jnp.float32)), axis=-1, keepdims=True))
+    drawn = jax.random.uniform(jax.random.fold_in(key, _OF_NOISE), taps.shape, minval=-1.0)
+    return (taps.astype(jnp.float32) + most * size * drawn).astype(taps.dtype)

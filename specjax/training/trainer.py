@@ -28,11 +28,14 @@ from specjax.targets.base import Target
 from specjax.training import fingerprint, optim
 from specjax.training.checkpoint import Checkpoints, Record
 from specjax.training.config import TrainerConfig
+from specjax.training.decoding import MEASURED, Probe
 from specjax.training.logging import Display, JsonLines
 from specjax.training.partition import Partition
 from specjax.training.step import Fixed, Steps, new_state, nothing_gathered
+from specjax.training.trackers import Trackers
 
 PyTree = Any
+_TOKENS = ("input_ids", "loss_mask", "lengths", "documents", "positions")
 _OF_STEP = ("gradient_norm", "skipped")  # metrics of a step, not of a batch
 
 
@@ -44,11 +47,26 @@ class Outcome:
         params: the head's whole tree, trained leaves in float32.
         steps: optimiser steps taken.
         record: the last record of the log.
+        best: where decoding was measured, the step whose weights these are, and what was measured.
     """
 
     params: PyTree
     steps: int
     record: Mapping[str, Any]
+    best: Best | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Best:
+    """The best checkpoint so far.
+
+    Attributes:
+        step: optimiser steps taken by then.
+        mean_acceptance_length: decoded with its weights.
+    """
+
+    step: int
+    mean_acceptance_length: float
 
 
 class Trainer:
@@ -85,7 +103,7 @@ class Trainer:
         self.total = config.steps or math.ceil(micro / config.accumulation)
         rule = optim.optimizer(config.optim, self.total)
         self.rate = optim.schedule(config.optim, self.total)
-        self.state = new_state(trained, rule)
+        self.state = new_state(trained, rule, averaged=config.ema > 0)
         self.position = Position()
         self.steps = Steps(
             target,
@@ -94,7 +112,12 @@ class Trainer:
             rule,
             compute_dtype=config.compute_dtype,
             seed=config.seed,
+            noise=config.feature_noise,
+            ema=config.ema,
         )
+        self.probe = Probe.of(config, target, head, heldout.rows if heldout else ())
+        self.trackers = Trackers(config, self.out)
+        self.best: Best | None = None
         self.log = JsonLines(self.out / "train.jsonl")
         self._skipped_in_a_row = 0
         self._last: Mapping[str, Any] = {}
@@ -115,16 +138,22 @@ class Trainer:
         with (
             Checkpoints(self.out / "checkpoints", self.config.keep) as checkpoints,
             _signals() as caught,
+            self.trackers,
             display,
         ):
             self._resume(checkpoints, record, display)
-            done, saved = int(self.state.step), int(self.state.step)
+            done = saved = int(self.state.step)
+            self.trackers.begin(done)
             stream = self.batches.iterate(self.position)
             while done < self.total:
-                self._step(stream, display)
+                found = self._step(stream, display)
                 done += 1
-                if caught or done == self.total or done % self.config.save_every == 0:
+                better = self._is_best(found)
+                if better or caught or done == self.total or done % self.config.save_every == 0:
                     record["position"] = dataclasses.asdict(self.position)
+                    if self.best is not None:
+                        record["best"] = dataclasses.asdict(self.best)
+                        checkpoints.best = self.best.step
                     checkpoints.save(self.state, record)
                     saved = done
                 if caught:
@@ -132,8 +161,11 @@ class Trainer:
                     display.say(f"saved at step {saved}; the same command resumes there")
                     _leave(caught[0])
             checkpoints.wait()
-        params = self.partition.join(self.state.trained, self.fixed.frozen)
-        return Outcome(params, done, self._last)
+            result = self.state.result
+            if self.best is not None and self.best.step < done:
+                result = checkpoints.read(self.best.step, self.state).result
+        params = self.partition.join(result, self.fixed.frozen)
+        return Outcome(params, done, self._last, self.best)
 
     def evaluate(self) -> dict[str, Any]:
         """Return the held-out rows' metrics, means over supervised tokens."""
@@ -144,6 +176,24 @@ class Trainer:
             for batch, _ in self.heldout.iterate(epochs=1)
         ]
         return {f"heldout_{name}": value for name, value in _mean(jax.device_get(found)).items()}
+
+    def decode(self) -> dict[str, Any]:
+        """Return what decoding with the weights as they are now measures; {} without a probe."""
+        if self.probe is None:
+            return {}
+        params = self.partition.join(self.state.result, self.fixed.frozen)
+        return self.probe.measure(self.fixed.target, params)
+
+    def _is_best(self, record: Mapping[str, Any]) -> bool:
+        """Note a checkpoint that decodes better than all before it."""
+        length = record.get(MEASURED)
+        if length is None or (self.best and length <= self.best.mean_acceptance_length):
+            return False
+        self.best = Best(record["step"], length)
+        return True
+
+    def _due(self, step: int, every: int) -> bool:
+        return step == self.total or (every > 0 and step % every == 0)
 
     def _record(self) -> Record:
         config = self.config
@@ -160,6 +210,9 @@ class Trainer:
             return
         self.state, saved = found
         self.position = Position(**saved["position"])
+        if "best" in saved:
+            self.best = Best(**saved["best"])
+            record["best"], checkpoints.best = saved["best"], self.best.step
         step = int(self.state.step)
         self.log.cut(step)
         self._last = self.log.last()
@@ -172,16 +225,17 @@ class Trainer:
 
     def _step(
         self, stream: Iterator[tuple[dict[str, np.ndarray], Position]], display: Display
-    ) -> None:
-        """Take one optimiser step and log it."""
+    ) -> Mapping[str, Any]:
+        """Take one optimiser step and log it; returns the record."""
         began = time.perf_counter()
         config = self.config
         gathered = nothing_gathered(self.state.trained) if config.accumulation > 1 else None
         parts: list[dict[str, Any]] = []
-        tokens, batch = 0, {}
+        tokens, batch, at = 0, {}, self.position
         rate = float(self.rate(int(self.state.step) - int(self.state.skipped)))
         skipped = int(self.state.skipped)
         for part in range(config.accumulation):
+            at = self.position
             batch, self.position = next(stream)
             tokens += int(batch["lengths"].sum())
             self.state, gathered, metrics = self.steps.train(
@@ -197,17 +251,26 @@ class Trainer:
         record = {"step": step, "epoch": self.position.epoch, **_mean(jax.device_get(parts))}
         seconds = time.perf_counter() - began
         record |= {"rate": rate, "tokens": tokens, "tokens_per_second": tokens / seconds}
-        if step == self.total or (config.eval_every and step % config.eval_every == 0):
+        if self._due(step, config.eval_every):
             record |= self.evaluate()
+        if self._due(step, config.decode_every):
+            record |= self.decode()
         self._last = {name: _plain(value) for name, value in record.items()}
         self.log.write(self._last)
         display.step(step)
-        self._guard(int(self.state.skipped) > skipped, step, batch, display)
+        self.trackers.record(self._last)
+        self._guard(int(self.state.skipped) > skipped, step, batch, at, display)
         if step % config.log_every == 0 or step == self.total:
             display.record(record, (self.total - step) * seconds)
+        return self._last
 
     def _guard(
-        self, skipped: bool, step: int, batch: dict[str, np.ndarray], display: Display
+        self,
+        skipped: bool,
+        step: int,
+        batch: dict[str, np.ndarray],
+        at: Position,
+        display: Display,
     ) -> None:
         """Report a skipped step; stop after several in a row."""
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
@@ -217,8 +280,9 @@ class Trainer:
         if self._skipped_in_a_row < self.config.max_skipped:
             return
         path = self.out / "non_finite.json"
-        arrays = {name: array.tolist() for name, array in batch.items()}
-        write_json({"step": step, "position": dataclasses.asdict(self.position), **arrays}, path)
+        tokens = {name: batch[name].tolist() for name in _TOKENS if name in batch}
+        place = {"position": dataclasses.asdict(at), "rows": self.batches.members(at)}
+        write_json({"step": step, **place, **tokens}, path)
         raise TrainingError(
             f"stopped at step {step}: {self._skipped_in_a_row} steps in a row were not finite; "
             f"the last batch is in {path}"

@@ -221,7 +221,7 @@ CALLERS = {
         "unroll": eagle3_loss.training_loss,
         "compare": eagle3_loss.training_loss,
         "weigh": eagle3_loss.training_loss,
-        "chain_lengths": eagle3_loss.training_loss,
+        "chains": eagle3_loss.training_loss,
         "teach": eagle3_loss.compare,
         "kept_ids": eagle3_loss.compare,
         "draft_logits": eagle3_loss.compare,

@@ -23,6 +23,8 @@ DATA = DataConfig(files="a.jsonl")
         (DataConfig, {"pack": True, "lengths": (64, 512)}, "Data.pack takes one of Data.lengths"),
         (TrainerConfig, {"data": DATA, "batch_size": 0}, "Trainer.batch_size must be at least 1"),
         (TrainerConfig, {"data": DATA, "steps": 0}, "Trainer.steps must be at least 1"),
+        (TrainerConfig, {"data": DATA, "ema": 1.0}, "Trainer.ema must lie in 0 to below 1"),
+        (TrainerConfig, {"data": DATA, "feature_noise": -0.1}, "Trainer.feature_noise must be at"),
         (TrainerConfig, {}, "Data.files is empty"),
     ],
 )

@@ -3,13 +3,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+from specjax.data.dataset import Position
 from specjax.heads.base import borrow
 from specjax.heads.eagle3.config import Eagle3Config
 from specjax.heads.eagle3.head import Eagle3Head
 from specjax.targets.base import Target
-from specjax.training import optim
+from specjax.training import optim, step
 from specjax.training.config import OptimConfig
 from specjax.training.partition import Partition
 from specjax.training.step import (
@@ -222,3 +224,48 @@ def test_data_order_is_a_function_of_seed_and_epoch() -> None:
     rows = make_rows()
     orders = [[b["input_ids"].tolist() for b, _ in make_batches(rows).iterate(epochs=2)]] * 2
     assert orders[0] == orders[1] and orders[0][0] != orders[0][len(orders[0]) // 2]
+
+
+def test_noise_stays_within_its_size() -> None:
+    taps = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 4, 64)) * 5, jnp.float32)
+    noisy = step._noisy(taps, 0.2, jax.random.key(0))
+    size = np.sqrt(np.square(taps).mean(-1, keepdims=True))
+    share = np.asarray(noisy - taps) / size
+    assert 0.19 < share.max() <= 0.2 and -0.2 <= share.min() < -0.19
+    assert abs(share.mean()) < 0.01
+
+
+@pytest.mark.parametrize("ema", [0.0, 0.15])
+def test_average_of_the_weights(target: tuple[Target, Any], ema: float) -> None:
+    """The average follows its recursion; noise moves the training loss but not the evaluation."""
+    model, weights = target
+    head = ToyHead()
+    params = head.init()
+    partition = Partition.of(params, head.trainable())
+    trained, frozen = partition.split(params)
+    fixed = Fixed(frozen=frozen, target=weights)
+    rule = optax.sgd(0.1)
+    batch = make_batches().batch(Position())
+    state = new_state(trained, rule, averaged=ema > 0)
+    plain = Steps(model, head, partition, rule)
+    noisy = Steps(model, head, partition, rule, noise=0.5, ema=ema)
+    (w,) = trained
+    want = np.asarray(trained[w])
+    for done in range(1, 4):
+        state, *_ = noisy.train(state, None, fixed, batch, jnp.int32(0), last=True)
+        decay = min(ema, (1 + done) / (10 + done))
+        want = decay * want + (1 - decay) * np.asarray(state.trained[w])
+    assert (state.average is None) == (ema == 0)
+    np.testing.assert_allclose(state.result[w], want, rtol=1e-6, atol=1e-7)
+    again = new_state(trained, rule)
+    *_, quiet = plain.train(again, None, fixed, batch, jnp.int32(0), last=True)
+    *_, loud = noisy.train(
+        new_state(trained, rule, ema > 0), None, fixed, batch, jnp.int32(0), last=True
+    )
+    assert abs(float(quiet["loss"] - loud["loss"])) > 1e-4
+    bare = state.replace(trained=state.result, average=None)
+    np.testing.assert_allclose(
+        noisy.evaluate(state, fixed, batch)["loss"],
+        plain.evaluate(bare, fixed, batch)["loss"],
+        rtol=1e-6,
+    )

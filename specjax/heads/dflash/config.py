@@ -1,7 +1,7 @@
 """What a configuration can say about DFlash and DSpark. Imports nothing heavy."""
 
 import dataclasses
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from specjax.core.errors import ConfigError
 from specjax.heads.objective_config import Objective
@@ -82,6 +82,17 @@ class DFlashConfig:
     confidence_factor: float = 1.0
     detach_confidence: bool = True
     remat: bool = True
+
+    TRAINING: ClassVar[tuple[str, ...]] = (
+        "num_anchors",
+        "anchor_rule",
+        "supervise",
+        "objective",
+        "confidence_factor",
+        "detach_confidence",
+        "remat",
+    )
+    """Settings of training: a head that is trained on takes them from the new run."""
 
     def __post_init__(self) -> None:
         """Refuse values that cannot be meant."""

@@ -20,6 +20,8 @@ from typing import Any, cast
 
 from specjax.core.errors import CheckpointError, ConfigError, PairingError
 from specjax.core.published import required
+from specjax.heads import pairing
+from specjax.heads.base import Borrowed
 from specjax.heads.dflash.config import DFlashConfig, LayerType, Layout
 from specjax.heads.dflash.fit import check_taps, settled
 from specjax.heads.dflash.head import DFlashHead
@@ -34,7 +36,7 @@ from specjax.heads.released import (
     save_head,
 )
 from specjax.heads.vocabulary import check_maps
-from specjax.io.hf import TensorReader, load_params, read_config, resolve
+from specjax.io.hf import TensorReader, read_config, resolve
 from specjax.layers.blocks.geometry import Gemma4Geometry
 from specjax.targets.base import TargetInfo
 
@@ -64,7 +66,11 @@ def recognises(config: Mapping[str, Any]) -> bool:
 
 
 def load(
-    path: str | Path, info: TargetInfo, dtype: str = "float32", shardings: Any | None = None
+    path: str | Path,
+    info: TargetInfo,
+    dtype: str = "float32",
+    shardings: Any | None = None,
+    borrowed: Borrowed | None = None,
 ) -> tuple[DFlashHead, DFlashWeights]:
     """Load a released head for a target.
 
@@ -73,15 +79,17 @@ def load(
         info: facts of the target it shall serve.
         dtype: dtype in memory.
         shardings: as in `io.hf.load_params`.
+        borrowed: the target's embedding and output layer; what is stored without them needs them.
 
     Raises:
         PairingError: head and target do not belong together, or a draft vocabulary has no map.
         CheckpointError: a malformed checkpoint; tensors that do not fit are all named.
     """
     root = resolve(path)
-    reader = TensorReader(root)
-    head = read_head(read_config(root), reader.shapes, info, str(root))
-    params = load_params(head.specs(), reader, dtype, shardings)
+    config, reader = read_config(root), TensorReader(root)
+    shapes = pairing.with_lent(config, reader.shapes, str(root))
+    head = read_head(config, shapes, info, str(root))
+    params = pairing.load(head.specs(), reader, config, dtype, shardings, borrowed)
     if head.mapped:
         check_maps(params.d2t, params.t2d, str(root))
     return head, params
@@ -137,7 +145,8 @@ def read_head(
     own_embedding, own_output = (f"{n}.weight" in shapes for n in ("embed_tokens", "lm_head"))
     draft_vocab, mapped = read_vocabulary(config, shapes, info.vocab, where)
     borrows = not (own_embedding and own_output)
-    if borrows and (geometry.hidden != info.hidden or draft_vocab != info.vocab):
+    fewer = not own_output and draft_vocab != info.vocab
+    if borrows and (geometry.hidden != info.hidden or fewer):
         raise PairingError(
             f"{where} does not store both embed_tokens.weight and lm_head.weight, and the target's"
             f" [{info.vocab}, {info.hidden}] are not its [{draft_vocab}, {geometry.hidden}]"

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.heads import objective
+from specjax.heads import objective, reach
 from specjax.heads.base import Borrowed, TrainBatch
 from specjax.heads.dflash.anchors import Blocks, Texts, candidates, choose, lay_out, texts_of
 from specjax.heads.dflash.block_pass import run_blocks
@@ -171,17 +171,6 @@ def block_loss(
     return weigh(head, slots), slots
 
 
-def chain_length(share: Float[Array, "B N b"], counted: Bool[Array, "B N b"]) -> Float[Array, ""]:
-    """Return the expected tokens of a round, the bonus included.
-
-    1 + the sum of the running products of `share`, averaged over the blocks in which anything
-    counts. A slot that does not count ends the chain. Leave out slots that draft nothing.
-    """
-    reach = jnp.cumprod(jnp.where(counted, share, 0.0), axis=-1)
-    alive = counted.any(-1)
-    return 1.0 + losses.masked_sum(reach.sum(-1), alive) / jnp.maximum(jnp.sum(alive), 1)
-
-
 def confidence_errors(
     slots: Compared, weights: Float[Array, "B N b"]
 ) -> dict[str, Float[Array, ""]]:
@@ -209,11 +198,10 @@ def training_loss(
 ) -> tuple[Float[Array, ""], dict[str, jax.Array]]:
     """Return (loss, metrics) of a batch, its blocks drawn with the batch's key.
 
-    The metrics are scalars: `acceptance` (mean overlap) and `accuracy` (the head's best token is
-    the target's best) over the slots that count, `tau_greedy` and `tau_probabilistic` (expected
-    tokens of a round by either), `counted` (slots) and `blocks`; per slot k `acceptance_k`; each
-    term's `loss_<term>`; with a confidence head `loss_confidence` and `confidence_errors`. A batch
-    without supervised tokens gives 0.
+    The metrics are `acceptance` (mean overlap) and `accuracy` (the head's best token is the
+    target's best) over the slots that count, those of `heads.reach`, `counted` (slots) and
+    `blocks`; per slot k `acceptance_k`; each term's `loss_<term>`; with a confidence head
+    `loss_confidence` and `confidence_errors`. A batch without supervised tokens gives 0.
     """
     texts = texts_of(batch)
     anchors = choose(batch.key, candidates(head, texts), head.config.num_anchors)
@@ -229,11 +217,11 @@ def _metrics(
     right = (slots.pred == slots.best).astype(jnp.float32)
     count = jnp.maximum(jnp.sum(mask), 1)
     drafted = mask[..., first:]
+    overlap = slots.accept[..., first:]
     metrics = {
         "acceptance": losses.masked_sum(slots.accept, mask) / count,
         "accuracy": losses.masked_sum(right, mask) / count,
-        "tau_greedy": chain_length(right[..., first:], drafted),
-        "tau_probabilistic": chain_length(slots.accept[..., first:], drafted),
+        **reach.metrics(right[..., first:], overlap, drafted, drafted.any(-1)),
         "counted": jnp.sum(mask).astype(jnp.float32),
         "blocks": jnp.sum(blocks.keep).astype(jnp.float32),
     }

@@ -1,6 +1,7 @@
 """What a configuration can say about heads. Imports nothing heavy, so that `--help` is fast."""
 
 import dataclasses
+from typing import ClassVar
 
 from specjax.core.errors import ConfigError
 from specjax.heads.objective_config import Objective
@@ -58,6 +59,18 @@ class Eagle3Config:
     drop_tail: bool = False
     remat: bool = True
     greedy_drafts: bool = False
+
+    TRAINING: ClassVar[tuple[str, ...]] = (
+        "train_output",
+        "ttt_length",
+        "step_loss_decay",
+        "objective",
+        "mask_shift",
+        "in_vocab_only",
+        "drop_tail",
+        "remat",
+    )
+    """Settings of training: a head that is trained on takes them from the new run."""
 
     def __post_init__(self) -> None:
         """Refuse values that cannot be meant."""

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from specjax.core.errors import CheckpointError, PairingError
+from specjax.heads import pairing
+from specjax.heads.base import Borrowed
 from specjax.heads.eagle3.config import Eagle3Config
 from specjax.heads.eagle3.head import (
     Eagle3Head,
@@ -36,7 +38,7 @@ from specjax.heads.released import (
     write_geometry,
 )
 from specjax.heads.vocabulary import check_maps
-from specjax.io.hf import TensorReader, load_params, read_config, resolve
+from specjax.io.hf import TensorReader, read_config, resolve
 from specjax.layers.blocks.geometry import Gemma4Geometry, Geometry, PlainGeometry
 from specjax.targets.base import TargetInfo
 
@@ -70,7 +72,11 @@ def recognises(config: Mapping[str, Any]) -> bool:
 
 
 def load(
-    path: str | Path, info: TargetInfo, dtype: str = "float32", shardings: Any | None = None
+    path: str | Path,
+    info: TargetInfo,
+    dtype: str = "float32",
+    shardings: Any | None = None,
+    borrowed: Borrowed | None = None,
 ) -> tuple[Eagle3Head, Eagle3Weights]:
     """Load a released head for a target.
 
@@ -79,15 +85,17 @@ def load(
         info: facts of the target it shall serve.
         dtype: dtype in memory.
         shardings: as in `io.hf.load_params`.
+        borrowed: the target's embedding and output layer; what is stored without them needs them.
 
     Raises:
         PairingError: head and target do not belong together, or a draft vocabulary has no map.
         CheckpointError: a malformed checkpoint; tensors that do not fit are all named.
     """
     root = resolve(path)
-    reader = TensorReader(root)
-    head = read_head(read_config(root), reader.shapes, info, str(root))
-    params = load_params(head.specs(), reader, dtype, shardings)
+    config, reader = read_config(root), TensorReader(root)
+    shapes = pairing.with_lent(config, reader.shapes, str(root))
+    head = read_head(config, shapes, info, str(root))
+    params = pairing.load(head.specs(), reader, config, dtype, shardings, borrowed)
     if head.mapped:
         check_maps(params.d2t, params.t2d, str(root))
     return head, params

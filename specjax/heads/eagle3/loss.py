@@ -20,7 +20,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.heads import objective
+from specjax.heads import objective, reach
 from specjax.heads.base import Borrowed, TrainBatch
 from specjax.heads.eagle3.network import (
     Eagle3Weights,
@@ -32,7 +32,6 @@ from specjax.heads.eagle3.network import (
 )
 from specjax.heads.pieces import in_pieces
 from specjax.heads.vocabulary import kept_ids
-from specjax.layers import losses
 from specjax.layers.attention import KeyBlock, OwnKey, causal_mask
 from specjax.layers.linear import capped, linear_f32
 from specjax.layers.sampling import first_argmax
@@ -301,21 +300,9 @@ def weigh(head: Eagle3Head, slots: Compared) -> tuple[Float[Array, ""], list[Flo
     return loss, steps
 
 
-def chain_lengths(slots: Compared) -> tuple[jax.Array, jax.Array]:
-    """Return (tau_greedy, tau_probabilistic): expected tokens of a round, the bonus included.
-
-    1 + the mean over the rows of step 0 that count of `sum_s prod_{j <= s}` of correct, or of
-    the acceptance rate.
-    """
-    first = slots.counted[..., 0]
-    count = jnp.maximum(jnp.sum(first), 1)
-
-    def mean_length(values: jax.Array) -> jax.Array:
-        reach = jnp.cumprod(values.astype(jnp.float32), axis=-1)
-        return 1.0 + losses.masked_sum(reach.sum(-1), first) / count
-
-    accept = jnp.where(slots.counted, slots.accept, 0.0)
-    return mean_length(slots.correct), mean_length(accept)
+def chains(slots: Compared) -> dict[str, jax.Array]:
+    """Return how far rounds would get from the rows that count, see `heads.reach`."""
+    return reach.metrics(slots.correct, slots.accept, slots.counted)
 
 
 def chain_accuracy(slots: Compared) -> tuple[jax.Array, jax.Array]:
@@ -334,19 +321,17 @@ def training_loss(
 ) -> tuple[Float[Array, ""], dict[str, jax.Array]]:
     """Return (loss, metrics) of a batch.
 
-    The metrics are scalars: `acceptance` and `accuracy` (both of step 0), `tau_greedy`,
-    `tau_probabilistic`, `counted` (rows that count at step 0), and per step s `loss_s`,
-    `accuracy_s` and `acceptance_s`. A batch without supervised tokens gives 0.
+    The metrics are `acceptance` and `accuracy` (both of step 0), those of `heads.reach`,
+    `counted` (rows that count at step 0), and per step s `loss_s`, `accuracy_s` and
+    `acceptance_s`. A batch without supervised tokens gives 0.
     """
     rows = rows_of(batch, head.config.mask_shift)
     slots = compare(head, params, borrowed, rows, unroll(head, params, borrowed, rows))
     loss, steps = weigh(head, slots)
-    greedy, probabilistic = chain_lengths(slots)
     metrics = {
         "acceptance": slots.acceptance[0],
         "accuracy": slots.accuracy[0],
-        "tau_greedy": greedy,
-        "tau_probabilistic": probabilistic,
+        **chains(slots),
         "counted": jnp.sum(slots.counted[..., 0]).astype(jnp.float32),
     }
     for s, step in enumerate(steps):

@@ -1,7 +1,7 @@
 """What a configuration can say about Gemma 4 MTP. Imports nothing heavy."""
 
 import dataclasses
-from typing import Literal
+from typing import ClassVar, Literal
 
 from specjax.core.errors import ConfigError
 from specjax.heads.objective_config import Objective
@@ -45,6 +45,15 @@ class Gemma4MtpConfig:
     centroid_factor: float = 1.0
     remat: bool = True
     greedy_drafts: bool = False
+
+    TRAINING: ClassVar[tuple[str, ...]] = (
+        "steps",
+        "step_loss_decay",
+        "objective",
+        "centroid_factor",
+        "remat",
+    )
+    """Settings of training: a head that is trained on takes them from the new run."""
 
     def __post_init__(self) -> None:
         """Refuse values that cannot be meant."""

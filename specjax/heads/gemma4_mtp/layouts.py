@@ -16,6 +16,8 @@ import numpy as np
 
 from specjax.core.errors import CheckpointError, PairingError
 from specjax.core.published import required
+from specjax.heads import pairing
+from specjax.heads.base import Borrowed
 from specjax.heads.gemma4_mtp.config import Gemma4MtpConfig, Position
 from specjax.heads.gemma4_mtp.head import Gemma4MtpHead, last_key_layers
 from specjax.heads.gemma4_mtp.network import AssistantWeights
@@ -43,7 +45,11 @@ def recognises(config: Mapping[str, Any]) -> bool:
 
 
 def load(
-    path: str | Path, info: TargetInfo, dtype: str = "float32", shardings: Any | None = None
+    path: str | Path,
+    info: TargetInfo,
+    dtype: str = "float32",
+    shardings: Any | None = None,
+    borrowed: Borrowed | None = None,
 ) -> tuple[Gemma4MtpHead, AssistantWeights]:
     """Load an assistant for a target.
 
@@ -52,14 +58,16 @@ def load(
         info: facts of the target it shall serve.
         dtype: dtype in memory.
         shardings: as in `io.hf.load_params`.
+        borrowed: the target's embedding and output layer, to check that they are the right ones.
 
     Raises:
         PairingError: assistant and target do not belong together.
         CheckpointError: a malformed checkpoint; tensors that do not fit are all named.
     """
     root = resolve(path)
-    reader = TensorReader(root)
-    head = read_head(read_config(root), reader.shapes, info, str(root))
+    config, reader = read_config(root), TensorReader(root)
+    pairing.check(config, borrowed, str(root))
+    head = read_head(config, reader.shapes, info, str(root))
     # The output layer is the embedding; some savers write it a second time.
     params = load_params(head.specs(), reader, dtype, shardings, ignore=("lm_head.weight",))
     if params.clusters is not None:

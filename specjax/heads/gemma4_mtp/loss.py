@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.heads import objective
+from specjax.heads import objective, reach
 from specjax.heads.base import Borrowed, TrainBatch
 from specjax.heads.gemma4_mtp.centroids import cluster_of
 from specjax.heads.gemma4_mtp.network import (
@@ -154,11 +154,10 @@ def training_loss(
 ) -> tuple[Float[Array, ""], dict[str, jax.Array]]:
     """Return (loss, metrics) of a batch.
 
-    The metrics are scalars: `acceptance` and `accuracy` (of step 0, all tokens scored),
-    `tau_greedy` and `tau_probabilistic` (expected tokens of a round), `counted` (rows that count
-    at step 0), per step k `loss_k`, `accuracy_k` and `acceptance_k`, and with clusters
-    `loss_clusters` and `clusters_found` (how often the learned token's cluster would be scored).
-    A batch without supervised tokens gives 0.
+    The metrics are `acceptance` and `accuracy` (of step 0, all tokens scored), those of
+    `heads.reach`, `counted` (rows that count at step 0), per step k `loss_k`, `accuracy_k` and
+    `acceptance_k`, and with clusters `loss_clusters` and `clusters_found` (how often the learned
+    token's cluster would be scored). A batch without supervised tokens gives 0.
     """
     config, rule = head.config, head.config.objective
     steps = unroll(head, params, borrowed, batch)
@@ -182,8 +181,11 @@ def training_loss(
     metrics |= {
         "acceptance": metrics["acceptance_0"],
         "accuracy": metrics["accuracy_0"],
-        "tau_greedy": _round_length([done.correct for done in steps], steps),
-        "tau_probabilistic": _round_length([done.accept for done in steps], steps),
+        **reach.metrics(
+            jnp.stack([done.correct for done in steps], axis=-1),
+            jnp.stack([done.accept for done in steps], axis=-1),
+            mask,
+        ),
         "counted": jnp.sum(first.counted).astype(jnp.float32),
     }
     if config.centroids:
@@ -191,11 +193,3 @@ def training_loss(
         metrics["loss_clusters"] = clusters
         metrics["clusters_found"] = jnp.sum(first.found & first.counted) / count
     return total, jax.lax.stop_gradient(metrics)
-
-
-def _round_length(shares: list[jax.Array], steps: list[Step]) -> Float[Array, ""]:
-    """Return 1 + the mean, over the rows of step 0 that count, of the sum of running products."""
-    counted = jnp.stack([done.counted for done in steps])
-    reach = jnp.cumprod(jnp.where(counted, jnp.stack(shares).astype(jnp.float32), 0.0), axis=0)
-    rows = jnp.maximum(jnp.sum(steps[0].counted), 1)
-    return 1.0 + losses.masked_sum(reach.sum(0), steps[0].counted) / rows

@@ -1,7 +1,7 @@
 """What a configuration can say about Native MTP. Imports nothing heavy."""
 
 import dataclasses
-from typing import Literal
+from typing import ClassVar, Literal
 
 from specjax.core.errors import ConfigError
 from specjax.heads.objective_config import Objective
@@ -38,6 +38,14 @@ class MtpConfig:
     objective: Objective = _OBJECTIVE
     remat: bool = True
     greedy_drafts: bool = False
+
+    TRAINING: ClassVar[tuple[str, ...]] = (
+        "steps",
+        "beta",
+        "objective",
+        "remat",
+    )
+    """Settings of training: a head that is trained on takes them from the new run."""
 
     def __post_init__(self) -> None:
         """Refuse values that cannot be meant."""

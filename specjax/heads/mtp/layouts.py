@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from specjax.core.errors import CheckpointError, ConfigError, PairingError
+from specjax.heads import pairing
+from specjax.heads.base import Borrowed
 from specjax.heads.mtp.config import MtpConfig
 from specjax.heads.mtp.fields import read_layer, write_layer
 from specjax.heads.mtp.head import MtpHead
@@ -70,7 +72,11 @@ def recognises(config: Mapping[str, Any]) -> bool:
 
 
 def load(
-    path: str | Path, info: TargetInfo, dtype: str = "float32", shardings: Any | None = None
+    path: str | Path,
+    info: TargetInfo,
+    dtype: str = "float32",
+    shardings: Any | None = None,
+    borrowed: Borrowed | None = None,
 ) -> tuple[MtpHead, MtpWeights]:
     """Load modules for a target, out of its own checkpoint or a file of theirs.
 
@@ -81,6 +87,7 @@ def load(
         info: facts of the target they shall serve.
         dtype: dtype in memory.
         shardings: as in `io.hf.load_params`.
+        borrowed: the target's embedding and output layer, to check that they are the right ones.
 
     Raises:
         PairingError: modules and target do not belong together, or there are no modules.
@@ -88,6 +95,7 @@ def load(
     """
     root = resolve(path)
     config, reader = read_config(root), TensorReader(root)
+    pairing.check(config, borrowed, str(root))
     head = read_head(config, reader.shapes, info, str(root))
     names, first = _names(config, head, info)
     stems = tuple({names.layer.format(i=first + i) for i in range(head.modules)})

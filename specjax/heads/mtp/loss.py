@@ -17,7 +17,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.core.errors import ConfigError
-from specjax.heads import objective
+from specjax.heads import objective, reach
 from specjax.heads.base import Borrowed, TrainBatch
 from specjax.heads.mtp.network import ModuleWeights, MtpWeights, carry, draft_logits, layer_input
 from specjax.heads.pieces import in_pieces
@@ -164,10 +164,10 @@ def training_loss(
 ) -> tuple[Float[Array, ""], dict[str, jax.Array]]:
     """Return (loss, metrics) of a batch.
 
-    The metrics are scalars: `accuracy` (of step 0: how often the text's token is the head's best),
-    `tau` (expected tokens of a greedy round on these texts, the bonus included), `counted`
-    (labels of step 0), per step k `loss_k` and `accuracy_k`, and where the objective looks at the
-    target's distribution `acceptance` and `acceptance_k`. Without supervised labels the loss is 0.
+    The metrics are `accuracy` (of step 0: how often the text's token is the head's best), those of
+    `heads.reach`, `counted` (labels of step 0), per step k `loss_k` and `accuracy_k`, and where
+    the objective looks at the target's distribution `acceptance` and `acceptance_k`. Without
+    supervised labels the loss is 0.
     """
     goal, steps = head.config.objective, unroll(head, params, borrowed, batch)
     mask = jnp.stack([step.counted for step in steps], axis=-1)
@@ -183,9 +183,9 @@ def training_loss(
         metrics[f"accuracy_{k}"] = jnp.sum(steps[k].right & mask[..., k]) / count
         if (accept := steps[k].accept) is not None:
             metrics[f"acceptance_{k}"] = masked_sum(accept, mask[..., k]) / count
-    reach = jnp.cumprod(jnp.stack([step.right for step in steps], axis=-1), axis=-1)
-    first = jnp.maximum(jnp.sum(mask[..., 0]), 1)
-    metrics["tau"] = 1.0 + masked_sum(reach.sum(-1).astype(jnp.float32), mask[..., 0]) / first
+    right = jnp.stack([step.right for step in steps], axis=-1)
+    known = [step.accept for step in steps if step.accept is not None]
+    metrics |= reach.metrics(right, jnp.stack(known, axis=-1) if known else None, mask)
     metrics["counted"] = jnp.sum(mask[..., 0]).astype(jnp.float32)
     metrics |= {
         name[:-2]: metrics[name] for name in ("accuracy_0", "acceptance_0") if name in metrics

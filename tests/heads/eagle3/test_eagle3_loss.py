@@ -74,7 +74,7 @@ def test_every_step_and_gradient_agrees(name: str, grads: int) -> None:
         rows = ttt.rows_of(batch)
         outs = ttt.unroll(case.head, params, borrowed, rows)
         slots = ttt.compare(case.head, params, borrowed, rows, outs)
-        return ttt.weigh(case.head, slots)[0], (outs, slots, ttt.chain_lengths(slots))
+        return ttt.weigh(case.head, slots)[0], (outs, slots, ttt.chains(slots))
 
     batch = case.batch()
     (loss, (outs, slots, lengths)), gradients = cases.jit(run)(case.params, case.borrowed, batch)
@@ -83,8 +83,8 @@ def test_every_step_and_gradient_agrees(name: str, grads: int) -> None:
     assert check_gradients(case, gradients, "train") == grads
     cases.agree("fused", fuse(case.head, case.params, batch.taps), x["train.fused_hidden"])
     if "train.tau_greedy" in x:
-        cases.agree("tau_greedy", lengths[0], x["train.tau_greedy"])
-        cases.agree("tau_probabilistic", lengths[1], x["train.tau_probabilistic"])
+        cases.agree("tau_greedy", lengths["tau_greedy"], x["train.tau_greedy"])
+        cases.agree("tau_probabilistic", lengths["tau_probabilistic"], x["train.tau_probabilistic"])
 
 
 @pytest.mark.parametrize("kind", ["lk_alpha", "lk_lambda"])

@@ -65,7 +65,7 @@ def test_loss_equals_a_float64_run(modules: int) -> None:
     np.testing.assert_allclose([metrics[f"loss_{k}"] for k in range(3)], steps, rtol=1e-5)
     spoiled, _ = cases.jit(head.loss)(params, lent, batch(spoil=True))
     np.testing.assert_allclose(spoiled, loss, rtol=1e-5)
-    assert 0 <= metrics["accuracy"] <= 1 <= metrics["tau"] <= 4
+    assert 0 <= metrics["accuracy"] <= 1 <= metrics["tau_greedy"] <= 4
 
 
 @pytest.mark.parametrize("remat", [False, True])
