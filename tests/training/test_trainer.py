@@ -1,10 +1,6 @@
 import json
 import os
-import random
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +16,6 @@ from specjax.training.logging import Display
 from specjax.training.trainer import Trainer
 from tests.training import toy
 
-ROOT = Path(__file__).resolve().parents[2]
 Loaded = tuple[Target, Any]
 
 
@@ -137,45 +132,3 @@ def test_refuses_to_resume_another_run(tmp_path: Path, target: Loaded) -> None:
     trainer(config, target).run()
     with pytest.raises(TrainingError, match=r"head.mask_id was 90, is now 91"):
         trainer(config, target, toy.ToyHead(mask_id=91)).run()
-
-
-CHILD = """
-import sys, time
-from pathlib import Path
-from specjax.training.logging import Display
-from specjax.training.trainer import Trainer
-from tests.training import toy
-
-class Slow(Display):
-    def step(self, step):
-        time.sleep(0.03)
-
-head = toy.ToyHead()
-config = toy.make_config(Path(sys.argv[1]), steps=40)
-run = Trainer(config, *toy.make_target(), head, head.init(), toy.make_batches())
-run.run(Slow(40))
-"""
-
-
-def test_kill_and_resume_is_exact(tmp_path: Path, target: Loaded) -> None:
-    """kill -9 at random instants, saves included: the loss curve is the unbroken one's."""
-    unbroken = toy.make_config(tmp_path / "unbroken", steps=40)
-    trainer(unbroken, target).run()
-    seed = random.SystemRandom().randrange(10**6)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
-    config = toy.make_config(tmp_path / "killed", steps=40)
-    log = Path(config.out) / "train.jsonl"
-    command = [sys.executable, "-c", CHILD, str(tmp_path / "killed")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    for _ in range(2):
-        child = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE)
-        before = log.stat().st_size if log.exists() else 0
-        while child.poll() is None and (not log.exists() or log.stat().st_size <= before):
-            time.sleep(0.01)
-        time.sleep(rng.uniform(0.0, 1.0))
-        child.send_signal(signal.SIGKILL)
-        _, shown = child.communicate()
-        assert child.returncode in (-signal.SIGKILL, 0), shown.decode()[-2000:]
-    trainer(config, target).run()
-    assert len(losses(config)) == 40 and losses(config) == losses(unbroken)

@@ -301,8 +301,12 @@ def weigh(head: Eagle3Head, slots: Compared) -> tuple[Float[Array, ""], list[Flo
 
 
 def chains(slots: Compared) -> dict[str, jax.Array]:
-    """Return how far rounds would get from the rows that count, see `heads.reach`."""
-    return reach.metrics(slots.correct, slots.accept, slots.counted)
+    """Return how far rounds would get, see `heads.reach`.
+
+    From all supervised rows: what cannot be drafted ends a chain, whatever the loss makes of it.
+    """
+    alive = slots.supervised[..., 0]
+    return reach.metrics(slots.correct, slots.accept, slots.counted, alive)
 
 
 def chain_accuracy(slots: Compared) -> tuple[jax.Array, jax.Array]:
