@@ -19,11 +19,14 @@ from specjax.core.errors import ConfigError, nearest
 
 REGISTRY: dict[str, str | Callable[..., Any]] = {
     "Eval": "specjax.evaluation.config:EvalConfig",
+    "Sweep": "specjax.evaluation.config:SweepConfig",
     "Engine": "specjax.decode.config:EngineConfig",
     "Target": "specjax.targets.config:TargetConfig",
     "Trainer": "specjax.training.config:TrainerConfig",
     "Optim": "specjax.training.config:OptimConfig",
     "Data": "specjax.training.config:DataConfig",
+    "Features": "specjax.training.features.config:FeaturesConfig",
+    "Mesh": "specjax.core.mesh_config:MeshConfig",
     "Ngram": "specjax.heads.plain_config:NgramConfig",
     "Objective": "specjax.heads.objective_config:Objective",
     "DFlash": "specjax.heads.dflash.config:DFlashConfig",

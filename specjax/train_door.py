@@ -56,10 +56,18 @@ def train_door(
 
         from specjax import targets
         from specjax.heads.base import borrow
+        from specjax.training.placement import Placement
         from specjax.training.run import read_kept, train
         from specjax.training.warm_start import warm_start
 
-        target, weights = targets.load(run.target, run.target_dtype, how=run.target_options)
+        runs = not run.features or run.decode_every > 0  # else nothing runs the target's layers
+        target, weights = targets.load(
+            run.target,
+            run.target_dtype,
+            Placement.of(run.mesh, run.batch_size).target if run.mesh.devices > 1 else None,
+            run.target_options,
+            layers=runs,
+        )
         if run.init_from:
             made, params, said = warm_start(run, target, weights, settings, head)
             print(said, file=sys.stderr)

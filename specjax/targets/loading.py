@@ -95,14 +95,17 @@ def load(
     dtype: str = "float32",
     shardings: Any | None = None,
     how: TargetConfig | None = None,
+    layers: bool = True,
 ) -> tuple[Target, Any]:
     """Load a published checkpoint: a directory, or a hub id where there is a network.
 
     Args:
         path: Hugging Face directory, `hf://owner/name` or `owner/name`.
         dtype: dtype of the weights in memory.
-        shardings: one sharding for every weight, a tree of them, or None for the default device.
+        shardings: one sharding for every weight, a tree of them, a function that makes such a
+            tree of the tree of specs, or None for the default device.
         how: how it is held in memory and run.
+        layers: False reads only what heads borrow (`heads.base.borrow`): nothing can be run.
 
     Returns:
         (target, params).
@@ -118,6 +121,10 @@ def load(
     _tell_skipped(reader.shapes, root)
     specs, parts = quantised_specs(target.specs(), reader, config)
     ignored = (*TOWERS, *target.ignored, *parts)
+    if not layers:
+        specs, ignored = specs.replace(layers=(), extra=None), ("*",)
+    if callable(shardings):
+        shardings = shardings(specs)
     params = load_params(specs, reader, dtype, shardings, ignore=ignored)
     if how is not None and how.weights == "dequantised":
         params = dequantise_tree(params, dtype)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from specjax.core.errors import ConfigError
+from specjax.core.mesh_config import MeshConfig
 from specjax.data.sources import split_list
 from specjax.targets.config import TargetConfig
 
@@ -139,6 +140,8 @@ class TrainerConfig:
         target_dtype: dtype of the target and so of its features.
         features: folder of a cache that scripts/cache_features.py wrote, read in place of running
             the target; "" runs it.
+        mesh: devices that a step is spread over: rows of the batch, the target's products, and the
+            head's masters and moments.
         compute_dtype: dtype of the head's products; its master weights are float32 always.
         feature_noise: largest noise on the tapped states, drawn uniformly, as a fraction of each
             state's root mean square.
@@ -173,6 +176,7 @@ class TrainerConfig:
     target_options: TargetConfig = field(default_factory=TargetConfig)
     target_dtype: Dtype = "bfloat16"
     features: str = ""
+    mesh: MeshConfig = field(default_factory=MeshConfig)
     compute_dtype: Dtype = "bfloat16"
     feature_noise: float = 0.0
     ema: float = 0.0

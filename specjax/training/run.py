@@ -38,7 +38,7 @@ def train(
     Args:
         config: the run; `config.out` gets `config.gin`, `train.jsonl`, `checkpoints/`, `head/`.
         target: the frozen target.
-        target_params: its weights, in `config.target_dtype`.
+        target_params: its weights, in `config.target_dtype`, where `config.mesh` puts them.
         head: the head, which gives the loss.
         head_params: its weights before training.
         operative: text that replays the run as a configuration file.

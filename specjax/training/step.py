@@ -141,6 +141,7 @@ class Steps:
         seed: int = 0,
         noise: float = 0.0,
         ema: float = 0.0,
+        places: TrainState | None = None,
     ) -> None:
         """Bind what is static. Weights are arguments of every call, never constants.
 
@@ -153,6 +154,8 @@ class Steps:
             seed: of everything random.
             noise: see `TrainerConfig.feature_noise`.
             ema: see `TrainerConfig.ema`; for states made with an average.
+            places: shardings of the state, which it keeps from step to step; None leaves them to
+                the compiler.
         """
         self._target = target
         self._head = head
@@ -162,6 +165,7 @@ class Steps:
         self._seed = seed
         self._noise = noise
         self._ema = ema
+        self._places = places
         self.train: Callable[..., Any] = jax.jit(
             self._train, static_argnames="last", donate_argnums=(0, 1)
         )
@@ -222,6 +226,8 @@ class Steps:
             loss = gathered.loss
             gathered = nothing_gathered(state.trained)
         state, norm = self._update(state, gradients, loss)
+        if self._places is not None:
+            state = jax.lax.with_sharding_constraint(state, self._places)
         return state, gathered, {**metrics, "gradient_norm": norm, "skipped": state.skipped}
 
     def _update(

@@ -31,6 +31,7 @@ from specjax.training.config import TrainerConfig
 from specjax.training.decoding import MEASURED, Probe
 from specjax.training.logging import Display, JsonLines
 from specjax.training.partition import Partition
+from specjax.training.placement import Placement
 from specjax.training.step import Fixed, Steps, new_state, nothing_gathered
 from specjax.training.trackers import Trackers
 
@@ -87,7 +88,8 @@ class Trainer:
         Args:
             config: the run.
             target: the frozen target.
-            target_params: its weights, in the dtype that features shall have.
+            target_params: its weights, in the dtype that features shall have and where they shall
+                live (`Placement.target`).
             head: the head; it needs `taps` and `loss`, and may say what is `trainable()`.
             head_params: its weights before training.
             batches: what to train on.
@@ -98,12 +100,15 @@ class Trainer:
         self.out = Path(config.out).expanduser()
         self.partition = Partition.of(head_params, _trainable(head))
         trained, frozen = self.partition.split(head_params)
-        self.fixed = Fixed(frozen=frozen, target=target_params)
+        self.placement = Placement.of(config.mesh, config.batch_size)
+        leaves, still = self.placement.leaves(head, self.partition)
+        self.fixed = Fixed(frozen=jax.device_put(frozen, still), target=target_params)
         micro = config.epochs * batches.steps_per_epoch
         self.total = config.steps or math.ceil(micro / config.accumulation)
         rule = optim.optimizer(config.optim, self.total)
         self.rate = optim.schedule(config.optim, self.total)
-        self.state = new_state(trained, rule, averaged=config.ema > 0)
+        fresh = new_state(trained, rule, averaged=config.ema > 0)
+        self.state, places = self.placement.state(fresh, rule, leaves)
         self.position = Position()
         self.steps = Steps(
             target,
@@ -114,6 +119,7 @@ class Trainer:
             seed=config.seed,
             noise=config.feature_noise,
             ema=config.ema,
+            places=places,
         )
         self.probe = Probe.of(config, target, head, heldout.rows if heldout else ())
         self.trackers = Trackers(config, self.out)
@@ -172,7 +178,7 @@ class Trainer:
         if self.heldout is None:
             return {}
         found = [
-            self.steps.evaluate(self.state, self.fixed, batch)
+            self.steps.evaluate(self.state, self.fixed, self.placement.batch(batch))
             for batch, _ in self.heldout.iterate(epochs=1)
         ]
         return {f"heldout_{name}": value for name, value in _mean(jax.device_get(found)).items()}
@@ -242,7 +248,7 @@ class Trainer:
                 self.state,
                 gathered,
                 self.fixed,
-                batch,
+                self.placement.batch(batch),
                 jnp.int32(part),
                 last=part + 1 == config.accumulation,
             )

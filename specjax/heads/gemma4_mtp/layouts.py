@@ -33,6 +33,7 @@ _ARCHITECTURES = {
     "gemma4_unified_assistant": "Gemma4UnifiedAssistantForCausalLM",
 }
 _POSITION = "specjax_position"  # our own word for what released configurations cannot say
+_WINDOW = 512  # transformers wants one also where no layer has any
 _CENTROIDS, _TOP_K = 2048, 32  # what released heads without clusters have written all the same
 _TABLE = "masked_embedding.token_ordering"
 
@@ -237,7 +238,7 @@ def _text(head: Gemma4MtpHead) -> dict[str, Any]:
         "num_kv_shared_layers": len(head.layers),
         "hidden_size_per_layer_input": 0,
         "vocab_size_per_layer_input": 0,
-        "sliding_window": sliding.window,
+        "sliding_window": sliding.window or _WINDOW,
         "max_position_embeddings": head.max_context,
         "rms_norm_eps": head.eps,
         "final_logit_softcapping": None,

@@ -25,6 +25,7 @@ from specjax.heads.released import Shapes, check_sizes
 from specjax.io.hf import TensorReader, load_params, read_config, resolve, save_checkpoint
 from specjax.io.quant import dequantise_tree, quantised_specs
 from specjax.layers.blocks.deepseek import DeepseekLayer
+from specjax.layers.blocks.qwen3_5 import GatedAttentionLayer
 from specjax.targets.base import TargetInfo
 from specjax.targets.loading import from_config, text_config
 
@@ -213,6 +214,8 @@ def write_config(head: MtpHead) -> dict[str, Any]:
         "num_hidden_layers": 1,
         "tie_word_embeddings": False,
     }
+    if isinstance(head.layer, GatedAttentionLayer):  # of the target's kinds, this one
+        body["layer_types"] = ["full_attention"]
     if head.max_context:
         body["max_position_embeddings"] = head.max_context
     usual = MtpConfig()

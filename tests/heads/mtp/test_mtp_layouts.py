@@ -180,6 +180,15 @@ def own_file(name: str, to: Path, **changes: Any) -> None:
     write_json(config, to / "config.json")
 
 
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_a_layer_of_a_mixed_target_says_its_kind(name: str, tmp_path: Path) -> None:
+    own_file(name, tmp_path)  # speculators looks for the kind among the target's
+    body = read_config(tmp_path)["transformer_layer_config"]
+    assert (
+        body["layer_types"] == ["full_attention"] == ["full_attention"] * body["num_hidden_layers"]
+    )
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3_5", "minimax_m2"])
 def test_a_rope_that_is_not_stated_is_the_targets(name: str, tmp_path: Path) -> None:
     # F10: the share of a head that turns is never silently the whole.

@@ -1,0 +1,1 @@
+"""Target features kept on disk, so that training runs no target."""
