@@ -13,6 +13,7 @@ import pytest
 from specjax import targets
 from specjax.core.mesh_config import MeshConfig
 from specjax.core.params import init_params
+from specjax.data.chat import Encoded
 from specjax.data.dataset import Batches
 from specjax.heads.base import borrow
 from specjax.heads.dflash.config import DFlashConfig
@@ -103,6 +104,27 @@ def test_losses_are_those_of_one_device(tmp_path: Path, loaded: Any, kind: str) 
         for path, want in one.state.result.items():
             got = many.state.result[path]
             np.testing.assert_allclose(got, want, atol=2e-5, err_msg=f"{name} {path}")
+
+
+def test_f28_a_device_without_supervised_tokens(tmp_path: Path, loaded: Any) -> None:
+    """F28: half the devices get rows without answers; loss and gradient are the other half's."""
+    target, params = loaded
+    rows = toy.make_rows(8)
+    silent = [Encoded(row.ids, np.zeros_like(row.mask)) for row in rows[:4]]
+    found = {}
+    for name, mesh, part in (
+        ("two", MeshConfig(data=2), [*silent, *rows[4:]]),
+        ("one", MeshConfig(), rows[4:]),
+    ):
+        head, start = make_head("eagle3", target, params)
+        config = toy.make_config(tmp_path / name, mesh=mesh, batch_size=len(part), steps=1)
+        batches = Batches(part, len(part), (16,), shuffle=False)
+        place = Placement.of(mesh, len(part)).target(target.specs())
+        placed = jax.device_put(params, place)
+        record = Trainer(config, target, placed, head, start, batches).run().record
+        found[name] = [record["loss"], record["gradient_norm"], record["skipped"]]
+    np.testing.assert_allclose(found["two"], found["one"], rtol=1e-5)
+    assert found["one"][0] > 0.1 and found["two"][2] == 0
 
 
 def test_nothing_is_held_whole_that_can_be_split(tmp_path: Path, loaded: Any) -> None:
