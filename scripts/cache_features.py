@@ -66,9 +66,10 @@ def body(config: Config) -> None:
     from specjax import heads, targets
     from specjax.heads.base import NullHead, borrow
     from specjax.training import rows
-    from specjax.training.features.fill import fill
+    from specjax.training.features.fill import fill, place
 
-    target, params = targets.load(run.target, run.target_dtype, how=run.target_options)
+    split = place(run, how).target if run.mesh.devices > 1 else None
+    target, params = targets.load(run.target, run.target_dtype, split, run.target_options)
     data = rows.load(run, target.info.stop_ids)
     console = Console(stderr=True)
     console.print(data.report, highlight=False, markup=False, soft_wrap=True)
@@ -85,7 +86,7 @@ def body(config: Config) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line entry; returns the exit code."""
-    names = ("Features", "Trainer", "Target", "Data", *dict.fromkeys(HEADS.values()))
+    names = ("Features", "Trainer", "Mesh", "Target", "Data", *dict.fromkeys(HEADS.values()))
     return run_door(body, argv, usage=__doc__ or "", names=names, short=SHORT)
 
 

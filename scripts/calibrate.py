@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shutil
 import sys
 from pathlib import Path
 
@@ -30,6 +31,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
     from specjax.evaluation import subject
     from specjax.evaluation.calibrate import calibrate, record_rounds
     from specjax.evaluation.config import EvalConfig
+    from specjax.io.hf import resolve
 
     loaded = subject.load(
         EvalConfig(
@@ -62,6 +64,9 @@ def run(args: argparse.Namespace, console: Console) -> None:
     console.print(grid)
     tuned = dataclasses.replace(head, temperatures=tuple(map(float, found.temperatures)))
     heads.save(tuned, loaded.head_params, args.out)
+    card = resolve(args.head) / "README.md"
+    if card.is_file() and card.parent.resolve() != args.out.resolve():
+        shutil.copyfile(card, args.out / card.name)
     console.print(f"fitted on {found.fitted} rounds; the head with its temperatures: {args.out}")
 
 

@@ -107,8 +107,13 @@ def _line(row: Record) -> list[str]:
 
 
 def training_part(card: str) -> str:
-    """Return what a trained head's own card says, without its title and without folders' paths."""
-    body = re.sub(r"\A---\n.*?\n---\n", "", card, flags=re.DOTALL).strip()
+    """Return what a head's own card says of its training, without title and folders' paths.
+
+    Args:
+        card: as training wrote it, or one of `model_card`'s.
+    """
+    body = re.sub(r"\A---\n.*?\n---\n", "", card, flags=re.DOTALL)
+    body = body.rpartition("\n## Training\n")[2].strip()
     lines = [line for line in body.splitlines() if not line.startswith("# ")]
     return _PATH.sub(r"\1", "\n".join(lines)).strip()
 

@@ -25,6 +25,9 @@ LAYOUTS: Mapping[str, tuple[str, ...]] = {
     "gemma4_mtp": ("original",),
 }
 
+OWN = "own"
+"""The layout that the head has: also where no other package could read it."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Verifier:
@@ -76,7 +79,7 @@ def export(
         params: its weights.
         borrowed: the embedding and output layer of its target.
         path: directory, made if needed.
-        layout: see `LAYOUTS`.
+        layout: see `LAYOUTS`; `OWN` for the one that the head has.
         verifier: the target.
         dtype: dtype on disk, None to keep the weights'.
         bodies_only: leave out tables that are the target's rows bit for bit.
@@ -102,11 +105,13 @@ def export(
 
 
 def convert(head: Any, params: PyTree, layout: str, borrowed: Borrowed) -> tuple[Any, PyTree, str]:
-    """Return (head, weights, layout) for a layout of `LAYOUTS`.
+    """Return (head, weights, layout) for a layout of `LAYOUTS`, or `OWN`.
 
     Raises:
         PairingError: there is no such layout for the head, or it cannot express it.
     """
+    if layout == OWN:
+        return head, params, OWN
     if head.name not in LAYOUTS:
         raise PairingError(f"{head.name} heads have no published layout")
     if layout not in LAYOUTS[head.name]:

@@ -33,8 +33,13 @@ class Placement:
     trained: sharding.Rules
 
     @classmethod
-    def of(cls, config: MeshConfig, batch_size: int) -> Placement:
+    def of(cls, config: MeshConfig, batch_size: int, name: str = "Trainer.batch_size") -> Placement:
         """Make the mesh of a run.
+
+        Args:
+            config: its axes.
+            batch_size: rows of a batch.
+            name: of the setting that says so.
 
         Raises:
             ConfigError: too few devices, or a batch that cannot be split.
@@ -43,7 +48,7 @@ class Placement:
         served, trained = (
             sharding.table(strategy, config) for strategy in (sharding.SERVED, sharding.TRAINED)
         )
-        sharding.check_batch(batch_size, mesh, trained, "Trainer.batch_size")
+        sharding.check_batch(batch_size, mesh, trained, name)
         return cls(mesh, served, trained)
 
     def target(self, specs: PyTree) -> PyTree:

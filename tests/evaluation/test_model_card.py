@@ -39,6 +39,11 @@ def test_a_card_says_what_was_measured(rows: list[Record], tmp_path: Path) -> No
     assert "speculators" in card and "holds no" not in card
 
 
+def test_a_card_of_a_card_keeps_the_training_alone(tmp_path: Path) -> None:
+    first = model_card(exported(tmp_path), TARGET, "bfloat16", training="By hand.\n\nTwice.")
+    assert training_part(first) == "By hand.\n\nTwice."
+
+
 def test_a_card_says_what_the_file_lacks(tmp_path: Path) -> None:
     done = exported(tmp_path, bodies_only=True)
     card = model_card(done, Verifier("/somewhere/models/target"), "float32")

@@ -199,6 +199,31 @@ def test_what_another_reader_would_compute_otherwise_is_refused(
         convert(dataclasses.replace(head, **changes), params, layout, lent)
 
 
+@pytest.mark.parametrize(
+    ("settings", "field", "value"),
+    [
+        ({"causal": "all"}, "is_causal", True),
+        ({"causal": "none", **blocks.SLIDING}, "is_causal", False),
+        (
+            {"causal": "none", "layout": "speculators", **blocks.SLIDING},
+            "sliding_window_non_causal",
+            True,
+        ),
+    ],
+    ids=["all", "none", "speculators"],
+)
+def test_both_ways_out_say_which_slots_are_causal(
+    settings: dict[str, Any], field: str, value: bool, tmp_path: Path
+) -> None:  # F40
+    head, params = blocks.tiny({**blocks.DFLASH, **settings})
+    heads.save(head, params, tmp_path / "saved")
+    layout = "speculators" if "layout" in settings else "original"
+    export(head, params, blocks.borrowed(), tmp_path / "out", layout=layout, verifier=TARGET)
+    for folder in ("saved", "out"):
+        assert read_config(tmp_path / folder)[field] is value
+        assert heads.load(tmp_path / folder, blocks.info())[0] == head
+
+
 def test_windows_do_not_change_their_meaning() -> None:
     head, params = blocks.tiny({**blocks.DFLASH, **blocks.SLIDING})
     assert head.config.layout == "zlab"

@@ -43,8 +43,11 @@ def arguments(folder: Path, output: Path, **changes: Any) -> list[str]:
     return [f"--{name}={value}" for name, value in given.items()]
 
 
-def read(path: Path) -> dict[int, dict[str, Any]]:
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+def read(path: Path, torn: bool = False) -> dict[int, dict[str, Any]]:
+    lines = path.read_text().splitlines(keepends=True)
+    if torn and lines and not lines[-1].endswith("\n"):
+        lines.pop()  # a kill within a write
+    rows = [json.loads(line) for line in lines]
     assert len({row["prompt_index"] for row in rows}) == len(rows), "a prompt was answered twice"
     return {row["prompt_index"]: row for row in rows}
 
@@ -107,26 +110,41 @@ from scripts import regenerate
 append = regenerate.AnswerFile.append
 def slow(self, row):
     append(self, row)
-    time.sleep(0.05)
+    time.sleep(0.5)
 regenerate.AnswerFile.append = slow
 sys.exit(regenerate.main(sys.argv[1:]))
 """
 
 
-def test_kill_and_resume(folder: Path, tmp_path: Path, unbroken: dict[int, dict[str, Any]]) -> None:
-    seed = random.SystemRandom().randrange(10**6)
-    print(f"seed {seed}")
-    output = tmp_path / "killed.jsonl"
+def kill(folder: Path, output: Path, rng: random.Random) -> int:
+    """Kill a run within half a second of its first new answer; returns its exit code."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", CHILD, *arguments(folder, output)]
+    had = output.stat().st_size if output.exists() else 0
     child = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE)
-    while child.poll() is None and not (output.exists() and output.stat().st_size):
+    while child.poll() is None and not (output.exists() and output.stat().st_size > had):
         time.sleep(0.01)
-    time.sleep(random.Random(seed).uniform(0.0, 0.6))
+    time.sleep(rng.uniform(0.0, 0.45))
     child.send_signal(signal.SIGKILL)
     _, shown = child.communicate()
     assert child.returncode in (-signal.SIGKILL, 0), shown.decode()[-2000:]
-    before = read(output)
+    return child.returncode
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(12, marks=pytest.mark.slow)])
+def test_kill_and_resume(
+    folder: Path, tmp_path: Path, unbroken: dict[int, dict[str, Any]], kills: int
+) -> None:
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"seed {seed}")
+    rng, output = random.Random(seed), tmp_path / "killed.jsonl"
+    codes, before = [], {}
+    for _ in range(kills):
+        codes.append(kill(folder, output, rng))
+        now = read(output, torn=True)
+        assert before.items() <= now.items()  # nothing that was answered is lost
+        before = now
+    assert codes.count(-signal.SIGKILL) >= min(kills, 10)
     with output.open("a") as file:
         file.write('{"messages": [{"role": "us')  # as a kill within a write leaves it
     assert regenerate.main(arguments(folder, output)) == 0

@@ -31,6 +31,7 @@ from specjax.training.features.streams import (
     streams_of,
     taps_of,
 )
+from specjax.training.placement import Placement
 from specjax.training.rows import TrainingData
 
 _MIB = 1 << 20
@@ -84,7 +85,7 @@ def fill(
         config: the run that will train on them; `config.features` is the folder.
         how: what is kept, and how.
         target: the target.
-        target_params: its weights, in `config.target_dtype`.
+        target_params: its weights, in `config.target_dtype`, where `place(config, how)` puts them.
         wants: taps and read layers to keep beside those that `how` names.
         data: the rows of that run.
         console: where estimate and progress are shown.
@@ -119,8 +120,7 @@ def fill(
                 f"{folder} needs {size_of(need)} more and its disk has {size_of(free)} free: cache "
                 "fewer rows or taps, or set Features.storage to fp8"
             )
-        lengths = dataclasses.replace(config.data, pack=False).buckets()
-        run = _Runner(target, target_params, streams, how, lengths)
+        run = _Runner(target, target_params, streams, how, config)
         with _progress(console) as bar:
             task = bar.add_task("cache", total=sum(sizes[n] for n in left), shown="compiling")
 
@@ -148,6 +148,11 @@ def fill(
     )
 
 
+def place(config: TrainerConfig, how: FeaturesConfig) -> Placement:
+    """Return the mesh that the target runs on."""
+    return Placement.of(config.mesh, how.batch_size, "Features.batch_size")
+
+
 class _Runner:
     """The compiled pass over the target; one compilation per static length."""
 
@@ -157,9 +162,10 @@ class _Runner:
         params: Any,
         streams: tuple[Stream, ...],
         how: FeaturesConfig,
-        lengths: Sequence[int],
+        config: TrainerConfig,
     ) -> None:
-        self._params, self._streams, self._how, self._lengths = params, streams, how, lengths
+        self._params, self._streams, self._how = params, streams, how
+        self._lengths, self._place = _lengths(config), place(config, how).batch
 
         def run(params: Any, tokens: jax.Array, valid: jax.Array) -> Stored:
             out = target.forward(params, tokens, valid, None, taps_of(streams))
@@ -178,7 +184,7 @@ class _Runner:
             valid = np.zeros(self._how.batch_size, np.int32)
             for b, row in enumerate(group):
                 ids[b, : len(row.ids)], valid[b] = row.ids, len(row.ids)
-            found = jax.device_get(self._run(self._params, ids, valid))
+            found = jax.device_get(self._run(self._params, *self._place((ids, valid))))
             for b, n in enumerate(valid[: len(group)]):
                 kept.states[at : at + n] = found.states[b, :n]
                 if kept.scales is not None:
@@ -205,10 +211,15 @@ def _manifest(
         "tokens": sum(len(row.ids) for row in rows),
         "texts": hashlib.sha256("".join(row.id for row in rows).encode()).hexdigest()[:12],
         "batch_size": how.batch_size,
-        "lengths": list(dataclasses.replace(config.data, pack=False).buckets()),
+        "lengths": list(_lengths(config)),
         "chunk_mib": how.chunk_mib,
         "chunks": len(chunks),
     }
+
+
+def _lengths(config: TrainerConfig) -> tuple[int, ...]:
+    """The static lengths of the passes; no rows are packed."""
+    return dataclasses.replace(config.data, pack=False).buckets()
 
 
 def size_of(number: float) -> str:

@@ -1,0 +1,1 @@
+"""Heads written with other frameworks' modules, and ours as such modules."""
