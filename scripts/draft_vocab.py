@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from specjax.core.errors import SpecJaxError
+from specjax.cli import guarded
+from specjax.training import rendering
 
 
-def count_prompts(tokenizer: Any, files: Sequence[Path], vocab: int) -> np.ndarray:
+def count_prompts(tokenizer: Any, files: Sequence[str], vocab: int) -> np.ndarray:
     """Count the tokens of all turns of prompt files."""
     from specjax.data.prompts import load_prompts
 
@@ -33,30 +34,24 @@ def count_prompts(tokenizer: Any, files: Sequence[Path], vocab: int) -> np.ndarr
     return counts
 
 
-def build(
-    target: str,
-    data: Sequence[str | Path],
-    size: int,
-    output: Path,
-    max_length: int | None,
-    fill: Sequence[Path] = (),
-) -> str:
+def build(args: argparse.Namespace) -> str:
     """Write the vocabulary and return the line to print."""
     from transformers import AutoTokenizer
 
     from specjax.data import draft_vocab
-    from specjax.data.chat import ChatEncoder
     from specjax.data.conversations import load_chats
     from specjax.io.hf import read_config, read_stop_ids, resolve
 
-    root = resolve(target)
+    output, size = args.output, args.size
+    root = resolve(args.target)
     config = read_config(root)
     stops = read_stop_ids(root, config)
     tokenizer = AutoTokenizer.from_pretrained(root)
-    rows, counts = load_chats(data, ChatEncoder(tokenizer, stops), max_length)
+    encoder = rendering.encoder_of(args, tokenizer, tuple(stops))
+    rows, counts = load_chats(args.data, encoder, args.max_length)
     total = config.get("text_config", config)["vocab_size"]
     occurrences = draft_vocab.count_supervised(rows, total)
-    second = count_prompts(tokenizer, fill, total) if fill else None
+    second = count_prompts(tokenizer, args.fill, total) if args.fill else None
     vocab = draft_vocab.choose(occurrences, size, stops, second)
     draft_vocab.save(vocab, output)
     left_out = ", ".join(f"{number} {reason}" for reason, number in counts.left_out().items())
@@ -74,18 +69,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--data", required=True, nargs="+", help="conversations, as for training")
     parser.add_argument("--size", type=int, default=8192, help="tokens to keep (default 8192)")
     parser.add_argument("--output", required=True, type=Path, help="safetensors file to write")
-    parser.add_argument(
-        "--fill", nargs="+", type=Path, default=[], help="prompt files whose tokens come next"
-    )
+    parser.add_argument("--fill", nargs="+", default=[], help="prompt files whose tokens come next")
     parser.add_argument("--max-length", type=int, help="cut conversations, as training will")
+    rendering.add_arguments(parser)
     args = parser.parse_args(argv)
-    try:
-        line = build(args.target, args.data, args.size, args.output, args.max_length, args.fill)
-    except SpecJaxError as error:
-        Console(stderr=True).print(f"error: {error}", markup=False, soft_wrap=True)
-        return 2
-    Console().print(line, markup=False, soft_wrap=True)
-    return 0
+
+    def run() -> int:
+        Console().print(build(args), markup=False, soft_wrap=True)
+        return 0
+
+    return guarded(run)
 
 
 if __name__ == "__main__":

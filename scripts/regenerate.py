@@ -30,6 +30,7 @@ from rich.progress import (
 
 from specjax.cli import guarded
 from specjax.core.errors import DataError
+from specjax.training import rendering
 
 # What the prompts of an evaluation file end with, where its training prompts do not.
 SUFFIXES = {
@@ -66,9 +67,9 @@ class AnswerFile:
         if beside.exists() and os.fstat(self._file.fileno()).st_size:
             saved = json.loads(beside.read_text(encoding="utf-8"))
             changed = [
-                f"{name} was {saved.get(name)!r}, is now {value!r}"
-                for name, value in settings.items()
-                if saved.get(name) != value
+                f"{name} was {saved.get(name)!r}, is now {settings.get(name)!r}"
+                for name in (*settings, *(saved.keys() - settings.keys()))
+                if saved.get(name) != settings.get(name)
             ]
             if changed:
                 raise DataError(f"{self.path} was made otherwise: {'; '.join(changed)}")
@@ -124,10 +125,10 @@ def regenerate(args: argparse.Namespace) -> str:
     from transformers import AutoTokenizer
 
     from specjax import targets
-    from specjax.data.chat import ChatEncoder
     from specjax.data.prompts import load_prompts
     from specjax.io.hf import resolve
     from specjax.training.fingerprint import of_files, of_target
+    from specjax.training.fingerprint import rendering as of_rendering
 
     suffix = SUFFIXES.get(args.suffix, args.suffix)
     prompts = load_prompts(args.prompts, suffix, args.limit)
@@ -143,6 +144,8 @@ def regenerate(args: argparse.Namespace) -> str:
         "seed": args.seed,
         "dtype": args.dtype,
     }
+    if (rendered := of_rendering(rendering.options(args))) is not None:
+        settings["rendering"] = rendered
     file = AnswerFile(args.output, settings)
     console = Console(stderr=True)
     try:
@@ -152,7 +155,7 @@ def regenerate(args: argparse.Namespace) -> str:
         if left:
             target, params = targets.load(args.target, args.dtype)
             tokenizer = AutoTokenizer.from_pretrained(resolve(args.target))
-            encoder = ChatEncoder(tokenizer, target.info.stop_ids)
+            encoder = rendering.encoder_of(args, tokenizer, tuple(target.info.stop_ids))
             chats = [
                 Chat(index, list(prompts[index].turns[1:]), prompts[index].opening())
                 for index in left
@@ -280,7 +283,7 @@ def main(argv: list[str] | None = None) -> int:
     """Command line entry; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--target", required=True, help="Hugging Face directory or hub id")
-    parser.add_argument("--prompts", required=True, type=Path, help="prompt file, JSON lines")
+    parser.add_argument("--prompts", required=True, help="JSON lines or another source")
     parser.add_argument("--output", required=True, type=Path, help="JSON lines to write or go on")
     parser.add_argument("--limit", type=int, help="answer the first prompts only")
     parser.add_argument(
@@ -298,6 +301,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the target"
     )
+    rendering.add_arguments(parser, supervised=False)
     args = parser.parse_args(argv)
 
     def run() -> int:

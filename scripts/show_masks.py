@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from specjax.cli import guarded
+from specjax.training import rendering
 
 
 def show(args: argparse.Namespace, console: Console) -> None:
@@ -27,19 +28,11 @@ def show(args: argparse.Namespace, console: Console) -> None:
     from specjax.data.conversations import load_chats
     from specjax.data.sources import split_list
     from specjax.io.hf import read_config, read_stop_ids, resolve
-    from specjax.training.config import DataConfig
-    from specjax.training.rows import encoder_for
 
-    data = DataConfig(
-        files=args.data,
-        chat_template=args.chat_template,
-        enable_thinking=args.enable_thinking,
-        supervise_thinking=args.supervise_thinking,
-    )
     root = resolve(args.target)
     tokenizer = AutoTokenizer.from_pretrained(root)
     stops = tuple(read_stop_ids(root, read_config(root)))
-    encoder = encoder_for(data, tokenizer, stops)
+    encoder = rendering.encoder_of(args, tokenizer, stops)
     rows, counts = load_chats(split_list(args.data), encoder, args.max_length)
     for number, row in enumerate(rows[: args.rows], 1):
         said = int(row.mask.sum())
@@ -69,10 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--data", required=True, help="sources, with commas between")
     parser.add_argument("--rows", type=int, default=3, help="how many to print (default 3)")
     parser.add_argument("--max-length", type=int, help="cut conversations, as training will")
-    parser.add_argument("--chat-template", help="a file, or chatml or plain")
-    boolean = argparse.BooleanOptionalAction
-    parser.add_argument("--enable-thinking", action=boolean, help="passed to the template")
-    parser.add_argument("--supervise-thinking", action=boolean, default=True)
+    rendering.add_arguments(parser)
     args = parser.parse_args(argv)
 
     def run() -> int:

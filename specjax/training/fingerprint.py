@@ -29,7 +29,7 @@ def of_run(config: TrainerConfig, head: Any, frozen: Leaves) -> dict[str, Any]:
         "batches": [list(data.buckets()), data.max_length, data.min_supervised, data.holdout],
         "shuffle": data.shuffle,
         **({"pack": True} if data.pack else {}),
-        "rendering": _rendering(data),
+        "rendering": rendering(data),
         "batch_size": config.batch_size,
         "accumulation": config.accumulation,
         "target_dtype": config.target_dtype,
@@ -76,7 +76,7 @@ def of_features(config: TrainerConfig) -> dict[str, Any]:
         "data": of_files(data.paths),
         "max_length": data.max_length,
         "min_supervised": data.min_supervised,
-        "rendering": _rendering(data),
+        "rendering": rendering(data),
     }
 
 
@@ -93,8 +93,8 @@ def of_files(paths: Iterable[str]) -> str:
     return sources.digest(paths)
 
 
-def _rendering(data: DataConfig) -> list[Any] | None:
-    """What the tokens and masks depend on beside the files; None for the target's own template."""
+def rendering(data: DataConfig) -> list[Any] | None:
+    """Return what tokens and masks depend on beside the files; None: the target's own template."""
     template = data.chat_template
     if template and Path(template).expanduser().is_file():
         template = of_files([template])

@@ -199,3 +199,16 @@ def test_refuses_a_prompt_that_does_not_fit(
     words = arguments(folder, tmp_path / "b.jsonl", **{"max-new-tokens": 500})
     assert regenerate.main(words) == 2
     assert "prompt 0 of" in (shown := capsys.readouterr().err) and "the target takes 12" in shown
+
+
+def test_another_template_is_another_run(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "plain.jsonl"
+    assert regenerate.main(arguments(folder, output, limit=1, **{"chat-template": "plain"})) == 0
+    settings = json.loads((tmp_path / "plain.settings.json").read_text())
+    assert settings["rendering"] == ["plain", None, True]
+    capsys.readouterr()
+    assert regenerate.main(arguments(folder, output, limit=2)) == 2
+    said = capsys.readouterr().err
+    assert "rendering" in said and said.count("\n") == 1
