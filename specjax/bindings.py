@@ -62,6 +62,7 @@ class Config:
 
     def __init__(self, bindings: Sequence[Binding]) -> None:
         """Check the settings against the configurables; see `parse`."""
+        self._given = tuple(bindings)
         self._macros = {b.key: b for b in bindings if not b.name}
         self._bindings = {b.key: b for b in bindings if b.name}
         self._used: set[str] = set()
@@ -73,6 +74,23 @@ class Config:
         for key, macro in self._macros.items():
             if key not in used_macros:
                 raise _unused_macro(macro)
+
+    def override(self, values: Mapping[str, Any], where: str) -> "Config":
+        """The same settings with some of them replaced.
+
+        Args:
+          values: by `Name.parameter`.
+          where: what asked for them, for messages.
+
+        Raises:
+          ConfigError: for a name or value that cannot be.
+        """
+        config = Config(self._given)
+        for key, value in values.items():
+            name, _, parameter = key.rpartition(".")
+            binding = Binding("", name, parameter, value, where, str(value))
+            config._bindings[key] = config._checked(binding, set())
+        return config
 
     def build(self, name: str, scope: str = "", **given: Any) -> Any:
         """Build a configurable from its bindings and defaults.

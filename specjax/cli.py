@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: the words after the program's name; None takes them from the process.
 
     Returns:
-      The exit code: 0 done, 2 a mistake in what the user gave, 130 interrupted.
+      The exit code: 0 done, 1 done in part, 2 a mistake in what the user gave, 130 interrupted.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
@@ -36,35 +36,38 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_door(
-    body: Callable[[config.Config], object],
+    body: Callable[[config.Config], int | None],
     argv: Sequence[str] | None,
     *,
     usage: str,
     names: Sequence[str],
     short: Mapping[str, str] | None = None,
+    flags: Mapping[str, str] | None = None,
     default: str = "",
+    rewrite: Callable[[Sequence[str]], Sequence[str]] = list,
 ) -> int:
     """Run a command that takes a configuration: read it, run the body, report mistakes.
 
     Args:
-      body: the command itself.
+      body: the command itself; it may return an exit code.
       argv: the words after the command's name; None takes them from the process.
       usage: what `--help` prints before the table of parameters.
       names: the configurables that `--help` lists.
       short: the short flags, see `config.parse`.
+      flags: what `--help` says of flags that `rewrite` takes.
       default: the configuration file read when none is named.
+      rewrite: turns the words into words that `config.parse` knows.
 
     Returns:
       The exit code, as for `main`.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if "-h" in words or "--help" in words:
-        _print_help(usage, names, short or {})
+        _print_help(usage, names, short or {}, flags or {})
         return 0
 
     def run() -> int:
-        body(config.parse(words, short=short, default=default))
-        return 0
+        return body(config.parse(rewrite(words), short=short, default=default)) or 0
 
     return guarded(run)
 
@@ -101,13 +104,17 @@ def _usage() -> str:
     return "\n".join(lines)
 
 
-def _print_help(usage: str, names: Sequence[str], short: Mapping[str, str]) -> None:
+def _print_help(
+    usage: str, names: Sequence[str], short: Mapping[str, str], flags: Mapping[str, str]
+) -> None:
     from rich.console import Console
     from rich.table import Table
 
     print(usage.strip() + "\n")
     for flag, key in short.items():
         print(f"  --{flag:<12} short for {key}")
+    for flag, what in flags.items():
+        print(f"  --{flag:<12} {what}")
     print(
         "  --gin_file     a configuration file, looked up here, then in "
         + str(paths.shown(paths.configs_dir()))

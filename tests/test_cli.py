@@ -118,14 +118,32 @@ def test_every_command_exists() -> None:
 def test_eval_hands_its_settings_to_the_runner(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     runner = type(sys)("specjax.evaluation.runner")
-    runner.run = lambda evaluation, operative: calls.append((evaluation, operative))
+
+    def run_sweep(evaluations, sweep, operative):
+        calls.append((evaluations, sweep, operative))
+        return [{"error": None}, {"error": "it failed" if len(calls) > 1 else None}]
+
+    runner.run_sweep = run_sweep
     monkeypatch.setitem(sys.modules, "specjax.evaluation.runner", runner)
     monkeypatch.setattr("specjax.evaluation.runner", runner, raising=False)
     assert eval.main(["--target", "some/dir", "--head", "none", "--prompts", "a.jsonl"]) == 0
-    (evaluation, operative), *rest = calls
+    ((evaluation,), sweep, operative), *rest = calls
     assert not rest
     assert evaluation.target == "some/dir"
+    assert not sweep.grid
     assert "Eval.target = 'some/dir'" in operative.splitlines()
+    # A sweep: an evaluation a cell, and a cell that failed makes the exit code 1.
+    words = ["--target=t", "--prompts=p", "--sweep=head=a,b", "--sweep", "Engine.capacity=64,128"]
+    assert eval.main(words) == 1
+    evaluations, sweep, operative = calls[1]
+    assert [(e.head, e.engine.capacity) for e in evaluations] == [
+        ("a", 64),
+        ("a", 128),
+        ("b", 64),
+        ("b", 128),
+    ]
+    replayed = "Sweep.grid = {'head': ('a', 'b',), 'Engine.capacity': (64, 128,)}"
+    assert replayed in operative.splitlines()
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -306,3 +306,17 @@ def test_one_configurable_built_twice_replays(tmp_path) -> None:
 def test_nothing_is_shared_between_configs() -> None:
     parse(["Outer.repeats=9"]).build("Outer")
     assert parse([]).build("Outer").repeats == 3
+
+
+def test_override_replaces_settings_and_leaves_the_first_as_it_was() -> None:
+    """A macro that only the replaced setting used does not come up as unused."""
+    first = parse(["Outer.repeats=%wanted", "wanted=3", "Inner.width=2"])
+    second = first.override({"Outer.repeats": 4, "Outer.target": 2024}, "in a test")
+    built = second.build("Outer")
+    assert (built.repeats, built.target, built.inner.width) == (4, "2024", 2)
+    second.check_all_used()
+    assert first.build("Outer").repeats == 3
+    with pytest.raises(ConfigError, match="takes int, got 'x' in a test"):
+        first.override({"Outer.repeats": "x"}, "in a test")
+    with pytest.raises(ConfigError, match="no configurable named 'Outre'"):
+        first.override({"Outre.repeats": 1}, "in a test")

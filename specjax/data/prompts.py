@@ -1,11 +1,12 @@
-"""Prompt files, and the messages of chat files: every mistake named by file and line."""
+"""Prompt sets, and the messages of chat files: every mistake named by file and line."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from specjax.core.errors import DataError
+from specjax.data.benchmarks import BENCHMARKS
 from specjax.data.sources import RowError, read_rows
 
 Message = dict[str, Any]
@@ -22,16 +23,25 @@ class Prompt:
       turns: the user's messages in order, at least one, none empty.
       system: the system message, None if there is none.
       source: "file:line", for messages.
+      answer: the right answer to the last turn, None where none is known.
     """
 
     turns: tuple[str, ...]
     system: str | None = None
     source: str = ""
+    answer: str | None = None
 
     def opening(self) -> list[Message]:
         """The messages up to and including the first user message."""
-        system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return [*system, {"role": "user", "content": self.turns[0]}]
+        return self.messages(())
+
+    def messages(self, answers: Sequence[str]) -> list[Message]:
+        """The messages up to the user's that follows these answers, one to each turn before."""
+        said = [] if self.system is None else [{"role": "system", "content": self.system}]
+        for turn, answer in zip(self.turns, answers, strict=False):
+            said.append({"role": "user", "content": turn})
+            said.append({"role": "assistant", "content": answer})
+        return [*said, {"role": "user", "content": self.turns[len(answers)]}]
 
 
 def read_json_lines(source: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -119,23 +129,29 @@ def prompt_of(row: dict[str, Any], where: str, suffix: str = "") -> Prompt:
     for index, turn in enumerate(turns):
         if not isinstance(turn, str) or not turn.strip():
             raise DataError(f"{where}: user message {index} is not text or is empty")
-    return Prompt(tuple(turn + suffix for turn in turns), system, where)
+    answer = row.get("answer")
+    if answer is not None and not isinstance(answer, str | int | float):
+        raise DataError(f'{where}: "answer" is neither text nor a number')
+    said = tuple(turn + suffix for turn in turns)
+    return Prompt(said, system, where, None if answer is None else str(answer))
 
 
 def load_prompts(path: str | Path, suffix: str = "", limit: int | None = None) -> list[Prompt]:
-    """Read a prompt file.
+    """Read a prompt set.
 
     Args:
-      path: JSON lines or another source, see `read_rows`; its rows see `prompt_of`.
+      path: JSON lines or another source, see `read_rows`; its rows see `prompt_of`. Or the name of
+        a benchmark, see `specjax.data.benchmarks`.
       suffix: text appended to each user message.
       limit: read the first ``limit`` rows only.
 
     Raises:
       DataError: naming file and line, see `read_json_lines` and `prompt_of`.
     """
+    benchmark = BENCHMARKS.get(str(path))
     prompts: list[Prompt] = []
-    for where, row in read_json_lines(path):
+    for where, row in read_json_lines(benchmark.source if benchmark else path):
         if limit is not None and len(prompts) >= limit:
             break
-        prompts.append(prompt_of(row, where, suffix))
+        prompts.append(prompt_of(benchmark.row(row, where) if benchmark else row, where, suffix))
     return prompts

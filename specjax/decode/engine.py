@@ -278,6 +278,7 @@ class _Run:
         self.queue = deque(range(len(requests)))
         lanes = engine.config.concurrency
         self.lane_request: list[int | None] = [None] * lanes
+        self.started: dict[int, float] = {}
         self.first_token: dict[int, float] = {}
         self.results: dict[int, Result] = {}
         self.seconds = {"prefill": 0.0, "decode": 0.0, "total": 0.0}
@@ -309,16 +310,21 @@ class _Run:
         self.seconds[part] += spent - (self.compile_clock.seconds - compiled)
         return out
 
+    def _now(self) -> float:
+        """Seconds since the start, those of compiling left out."""
+        return time.perf_counter() - self.begin - self.compile_clock.seconds
+
     def _refill(self, state: RoundState) -> RoundState:
         """Give every idle lane the next prompt of the queue."""
         for lane, taken in enumerate(self.lane_request):
             if taken is not None or not self.queue:
                 continue
             index = self.queue.popleft()
+            self.started[index] = self._now()
             single = self.engine.prefill(self.requests[index], self.capacity)
             state = _insert(state, jnp.int32(lane), single)
             jax.block_until_ready(state.lengths)
-            self.first_token[index] = time.perf_counter() - self.begin
+            self.first_token[index] = self._now()
             self.lane_request[lane] = index
         return state
 
@@ -330,7 +336,7 @@ class _Run:
             return
         read = (state.tokens, state.lengths, state.rounds, state.drafted, state.accepted)
         tokens, lengths, rounds, drafted, accepted = jax.device_get(read)
-        now = time.perf_counter() - self.begin
+        now = self._now()
         for lane in ended:
             index = self.lane_request[lane]
             assert index is not None
@@ -346,6 +352,7 @@ class _Run:
                 accepted=tuple(int(n) for n in accepted[lane]),
                 first_token_seconds=self.first_token[index],
                 finish_seconds=now,
+                start_seconds=self.started[index],
             )
             self.results[index] = result
             self.lane_request[lane] = None

@@ -113,6 +113,8 @@ class Result:
         accepted: per draft position, how often it was accepted and emitted.
         first_token_seconds: from the start of the run to this request's first token.
         finish_seconds: from the start of the run to the host's seeing its end.
+        start_seconds: from the start of the run to its leaving the queue for a lane. None of the
+            three holds seconds of compiling.
     """
 
     index: int
@@ -123,6 +125,7 @@ class Result:
     accepted: tuple[int, ...]
     first_token_seconds: float
     finish_seconds: float
+    start_seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,12 @@ from specjax.decode import engine as engine_module
 from specjax.decode import round as stages
 from specjax.decode.engine import Engine, fit_capacity
 from specjax.decode.requests import Request
-from specjax.heads.dflash.calibration import prefix_errors, sequential_temperatures
+from specjax.evaluation import metrics
+from specjax.heads.dflash.calibration import (
+    prefix_errors,
+    prefix_products,
+    sequential_temperatures,
+)
 
 _EDGE = 1e-6  # confidences nearer to 0 or 1 have no logit worth scaling
 
@@ -112,6 +118,31 @@ def record_rounds(
     sure, accepted, judged, prompt = (np.concatenate(x) for x in zip(*parts, strict=True))
     sure = np.clip(sure.astype(np.float64), _EDGE, 1 - _EDGE)
     return Rounds(np.log(sure) - np.log1p(-sure), accepted, judged, prompt)
+
+
+def reliability(rounds: Rounds, bins: int = 10) -> dict[str, Any]:
+    """Compare what the head said of its drafts with what became of them.
+
+    Judged is the product of the confidences up to a draft, against whether that draft was accepted.
+
+    Returns:
+        What `metrics.reliability` does, over all positions; its calibration error of each position
+        as "expected_calibration_error_per_position"; and "rounds".
+    """
+    width = rounds.logits.shape[1]
+    products = prefix_products(rounds.logits, np.ones(width))
+    known = np.arange(width) < rounds.judged[:, None]
+    accepted = np.arange(width) < rounds.accepted[:, None]
+    each = [
+        metrics.reliability(products[known[:, k], k], accepted[known[:, k], k], bins)
+        for k in range(width)
+    ]
+    name = "expected_calibration_error"
+    return {
+        **metrics.reliability(products[known], accepted[known], bins),
+        f"{name}_per_position": [found[name] for found in each],
+        "rounds": len(rounds.accepted),
+    }
 
 
 def calibrate(rounds: Rounds, bins: int = 20) -> Calibration:

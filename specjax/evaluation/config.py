@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
 from specjax.core.errors import ConfigError
+from specjax.data.prompts import read_json_lines
 from specjax.decode.config import EngineConfig
 from specjax.heads.plain_config import NgramConfig
 from specjax.targets.config import TargetConfig
 
 Dtype = Literal["float32", "bfloat16"]
+
+# Not swept: where results go, and the sweep itself.
+_FIXED = ("Eval.out", "Sweep.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,16 +24,17 @@ class EvalConfig:
     """What to measure, on which prompts, and where the records go.
 
     Attributes:
-      target: directory or hub id of the target; "" takes the embedded default, with its own head
+      target: directory or hub id of the target; "" takes the embedded default, with its own heads
         and prompts.
       head: directory or hub id of a draft head; "mtp" for the modules in the target's own
         checkpoint, "ngram" for prompt lookup, "small_model:DIR" for another model, "none" for the
-        baseline alone.
-      prompts: JSON lines file of prompts ("turns", "messages" or "prompt"; the first turn is
-        asked).
+        baseline alone. Several, with commas between, are cells of a sweep.
+      prompts: JSON lines file of prompts ("turns", "messages" or "prompt"; with "answer", where
+        there is one), or gsm8k, math500, humaneval, mbpp or mt-bench for that benchmark from the
+        hub. Turns are answered in order. Several, with commas between, are cells of a sweep.
       num_prompts: how many prompts of the file, from its start; 0 takes all.
-      chat_template: render prompts with the tokenizer's chat template; False gives them as they
-        are.
+      chat_template: True renders prompts with the tokenizer's own chat template, a file with that
+        one ("chatml" and "plain" are built in); False gives them as they are.
       enable_thinking: passed to the chat template; None leaves it to the template.
       num_speculative_tokens: drafts per round.
       concurrency: prompts decoded together.
@@ -42,6 +49,7 @@ class EvalConfig:
         speedup is against the fastest.
       repeats: how often each run is measured, in alternation.
       time_shares: time the stages of a round apart.
+      calibration: measure how well the head's confidences are calibrated, where it has any.
       out: directory of the results; "" is runs/<time>.
       target_options: how the target is held and run.
       ngram: settings of prompt lookup.
@@ -52,7 +60,7 @@ class EvalConfig:
     head: str = ""
     prompts: str = ""
     num_prompts: int = 0
-    chat_template: bool = True
+    chat_template: bool | str = True
     enable_thinking: bool | None = None
     num_speculative_tokens: int = 4
     concurrency: int = 1
@@ -66,6 +74,7 @@ class EvalConfig:
     baseline_dtypes: tuple[Dtype, ...] = ("float32", "bfloat16")
     repeats: int = 3
     time_shares: bool = True
+    calibration: bool = True
     out: str = ""
     target_options: TargetConfig = dataclasses.field(default_factory=TargetConfig)
     ngram: NgramConfig = dataclasses.field(default_factory=NgramConfig)
@@ -93,6 +102,8 @@ class EvalConfig:
                 raise ConfigError(
                     f"Eval.{name} is {getattr(self, name)}; it must be at least {least}"
                 )
+        if self.chat_template == "":
+            raise ConfigError('Eval.chat_template is "": give True, False or a file')
         if self.dtype not in self.baseline_dtypes:
             raise ConfigError(
                 f"Eval.dtype {self.dtype!r} is not among Eval.baseline_dtypes"
@@ -111,3 +122,70 @@ class EvalConfig:
     def greedy(self) -> bool:
         """Whether every token is the argmax, so that texts can be compared."""
         return self.temperature < 1e-5
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepConfig:
+    """Which evaluations to run, all the other settings being equal.
+
+    Attributes:
+      grid: values by parameter; every combination is a cell. A parameter of Eval needs no prefix,
+        others are written `Engine.verification`.
+      cells: JSON lines file instead of the grid, an object of parameters and values a cell.
+      together: cells measured in alternation with one run of their baseline. Their records are
+        written when all of them are done, so an interruption costs at most these.
+      retry: run cells again that failed before.
+    """
+
+    grid: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    cells: str = ""
+    together: int = 4
+    retry: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot be meant."""
+        if self.grid and self.cells:
+            raise ConfigError("a sweep is either a grid (--sweep) or a file (--sweep-cells)")
+        for name, values in self.grid.items():
+            if not values:
+                raise ConfigError(f"the sweep gives no value for {name}")
+        if self.together < 1:
+            raise ConfigError(f"Sweep.together is {self.together}; it must be at least 1")
+
+
+def cell_settings(sweep: SweepConfig) -> list[dict[str, Any]]:
+    """Return what each cell sets, by `Name.parameter`; [{}] where nothing is swept.
+
+    Raises:
+        ConfigError: a parameter that cannot be swept.
+        DataError: a file of cells that cannot be read.
+    """
+    if sweep.cells:
+        rows = [_named(row) for _, row in read_json_lines(sweep.cells)]
+    else:
+        given = _named(sweep.grid)
+        rows = [
+            dict(zip(given, values, strict=True)) for values in itertools.product(*given.values())
+        ]
+    return rows
+
+
+def _named(values: Mapping[str, Any]) -> dict[str, Any]:
+    named = {name if "." in name else f"Eval.{name}": value for name, value in values.items()}
+    if len(named) < len(values):
+        raise ConfigError("the sweep names one parameter twice, with Eval. and without")
+    for name in named:
+        if name.startswith(_FIXED):
+            raise ConfigError(f"{name} cannot be swept")
+    return named
+
+
+def listed(config: EvalConfig) -> Iterator[EvalConfig]:
+    """Yield one evaluation for each of the heads and prompt sets that a configuration lists."""
+    for prompts in _items(config.prompts):
+        for head in _items(config.head):
+            yield dataclasses.replace(config, head=head, prompts=prompts)
+
+
+def _items(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()] or [text]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,3 +46,34 @@ def _memory_bytes() -> int | None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # not POSIX
         return None
+
+
+def reset_peak_memory() -> None:
+    """Start a new peak where the system can: the resident memory of a process on Linux."""
+    # Elsewhere, or where it is not allowed, the peak is that of the whole process.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def peak_memory_bytes() -> int | None:
+    """Return the most memory in use: of the fullest accelerator, else of this process.
+
+    An accelerator's peak is that of the whole process so far; on Linux without one it is the peak
+    since `reset_peak_memory`.
+    """
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    peaks = [found["peak_bytes_in_use"] for found in stats if found]
+    if peaks:
+        return int(max(peaks))
+    try:
+        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:
+        import resource  # not on Windows
+    except ImportError:
+        return None
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024

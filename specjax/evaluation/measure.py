@@ -6,9 +6,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from specjax.core.errors import PairingError
 from specjax.decode.config import EngineConfig
 from specjax.decode.engine import Engine, bucket, fit_capacity
 from specjax.decode.requests import Request, Result, RunTimes
+from specjax.evaluation import machine
 from specjax.evaluation.config import EvalConfig
 from specjax.evaluation.subject import Subject
 from specjax.heads.base import Head, NullHead
@@ -25,13 +27,18 @@ class Variant:
         dtype: of the target's weights.
         head: what drafts; the null head is the baseline.
         head_params: its weights.
-        num_speculative_tokens: drafts per round.
+        settings: of the engine.
     """
 
     dtype: str
     head: Head
     head_params: PyTree
-    num_speculative_tokens: int
+    settings: EngineConfig
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Drafts per round."""
+        return self.settings.num_speculative_tokens
 
     @property
     def is_baseline(self) -> bool:
@@ -40,7 +47,7 @@ class Variant:
 
     @property
     def label(self) -> str:
-        """Short name for progress bars and tables."""
+        """Short name for progress bars."""
         name = "baseline" if self.is_baseline else self.head.name
         drafts = "" if self.is_baseline else f" {self.num_speculative_tokens}"
         return f"{name}{drafts} {self.dtype}"
@@ -53,10 +60,12 @@ class Pass:
     Attributes:
         results: in the order of the requests.
         times: its seconds; `times.compile` is outside the others.
+        peak_bytes: most memory in use, see `machine.peak_memory_bytes`.
     """
 
     results: list[Result]
     times: RunTimes
+    peak_bytes: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,27 +83,42 @@ class Measured:
     passes: list[Pass]
 
 
-def baseline(dtype: str) -> Variant:
+def baseline(config: EvalConfig, dtype: str) -> Variant:
     """Return the variant that does not speculate."""
-    return Variant(dtype=dtype, head=NullHead(), head_params=(), num_speculative_tokens=0)
+    settings = dataclasses.replace(
+        config.engine,
+        concurrency=config.concurrency,
+        num_speculative_tokens=0,
+        verification="fixed",
+        cost_table="",
+    )
+    return Variant(dtype, NullHead(), (), settings)
 
 
-def engine_settings(config: EvalConfig) -> EngineConfig:
-    """Return the engine's settings of an evaluation; drafts come from each variant."""
-    return dataclasses.replace(config.engine, concurrency=config.concurrency)
+def speculative(config: EvalConfig, subject: Subject) -> Variant:
+    """Return the variant that a configuration asks for."""
+    settings = dataclasses.replace(
+        config.engine,
+        concurrency=config.concurrency,
+        num_speculative_tokens=config.num_speculative_tokens,
+    )
+    return Variant(config.dtype, subject.head, subject.head_params, settings)
 
 
-def make_engine(subject: Subject, variant: Variant, settings: EngineConfig) -> Engine:
+def make_engine(subject: Subject, variant: Variant) -> Engine:
     """Return the engine of a variant.
 
     Raises:
-        PairingError: the head cannot draft that many tokens, or does not fit the target.
+        PairingError: the head cannot draft that many tokens, they do not fit the caches, or the
+            head does not fit the target.
     """
-    settings = dataclasses.replace(
-        settings,
-        num_speculative_tokens=variant.num_speculative_tokens,
-        capacity=settings.capacity or fit_capacity(subject.requests),
-    )
+    capacity = variant.settings.capacity or fit_capacity(subject.requests)
+    if variant.num_speculative_tokens >= capacity:
+        raise PairingError(
+            f"num_speculative_tokens is {variant.num_speculative_tokens}, but the longest request"
+            f" has {capacity} positions in all"
+        )
+    settings = dataclasses.replace(variant.settings, capacity=capacity)
     params = subject.params[variant.dtype]
     return Engine(subject.target, params, variant.head, variant.head_params, settings)
 
@@ -118,42 +142,63 @@ def warmup_requests(requests: Sequence[Request], prefill_chunk: int, drafts: int
 def run_alternating(
     subject: Subject,
     variants: Sequence[Variant],
-    settings: EngineConfig,
     repeats: int,
     on_result: OnResult | None = None,
-) -> list[Measured]:
+    keep_going: bool = False,
+) -> list[Measured | Exception]:
     """Measure variants in alternation: each repeat runs all of them, every other one backwards.
 
     Args:
         subject: target, weights and requests.
         variants: what to run.
-        settings: of the engine; drafts come from the variants.
         repeats: passes per variant.
         on_result: called with the variant's label for every request answered, warm-up included.
+        keep_going: let the others go on where a variant that speculates fails.
 
     Returns:
-        Measurements in the order of the variants.
+        Measurements in the order of the variants; with `keep_going`, of those that failed the
+        error.
     """
-    engines = [make_engine(subject, variant, settings) for variant in variants]
     notify = on_result or (lambda label: None)
-    compiled = []
-    for variant, engine in zip(variants, engines, strict=True):
-        few = warmup_requests(
-            subject.requests, settings.prefill_chunk, variant.num_speculative_tokens
-        )
-        compiled.append(_run(engine, few, lambda: notify("warm-up")).times.compile)
+    engines: dict[int, Engine] = {}
+    compiled = [0.0] * len(variants)
     passes: list[list[Pass]] = [[] for _ in variants]
+    errors: dict[int, Exception] = {}
+
+    def step(i: int, requests: Sequence[Request], label: str) -> Pass | None:
+        """Run a variant; None if that fails and may."""
+        if i in errors:
+            return None
+        try:
+            if i not in engines:
+                engines[i] = make_engine(subject, variants[i])
+            return _run(engines[i], requests, lambda: notify(label))
+        # Whatever it is, out of memory included: it is that variant's result.
+        except Exception as error:
+            if not keep_going or variants[i].is_baseline:
+                raise
+            errors[i] = error
+            return None
+
+    for i, variant in enumerate(variants):
+        chunk = variant.settings.prefill_chunk
+        few = warmup_requests(subject.requests, chunk, variant.num_speculative_tokens)
+        if (done := step(i, few, "warm-up")) is not None:
+            compiled[i] = done.times.compile
     for repeat in range(repeats):
         order = range(len(variants))
         for i in order if repeat % 2 == 0 else reversed(order):
-            label = variants[i].label
-            done = _run(engines[i], subject.requests, lambda label=label: notify(label))
-            passes[i].append(done)
-            compiled[i] += done.times.compile
-    return [Measured(*row) for row in zip(variants, compiled, passes, strict=True)]
+            if (done := step(i, subject.requests, variants[i].label)) is not None:
+                passes[i].append(done)
+                compiled[i] += done.times.compile
+    return [
+        errors.get(i) or Measured(variant, compiled[i], passes[i])
+        for i, variant in enumerate(variants)
+    ]
 
 
 def _run(engine: Engine, requests: Sequence[Request], notify: Callable[[], None]) -> Pass:
+    machine.reset_peak_memory()
     results = engine.generate(requests, on_result=lambda _: notify())
     assert engine.times is not None
-    return Pass(results=results, times=engine.times)
+    return Pass(results=results, times=engine.times, peak_bytes=machine.peak_memory_bytes())

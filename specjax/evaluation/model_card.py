@@ -79,7 +79,7 @@ def runs_of(records: Iterable[Record], name: str) -> list[Record]:
     Raises:
         DataError: there is no such run.
     """
-    runs = [row for row in records if row["head"] == name]
+    runs = [row for row in records if row["head"] == name and not row.get("error")]
     if not runs:
         raise DataError(f"the results hold no run of a head of kind {name!r}")
     return runs

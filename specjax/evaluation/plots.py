@@ -30,6 +30,7 @@ _RULES = {
 
 def write_all(records: Sequence[Record], directory: Path) -> list[Path]:
     """Draw every figure that the records have data for; returns the paths written."""
+    records = [row for row in records if not row["error"]]
     drafted = [row for row in records if row["acceptance_rate_per_position"]]
     timed = [row for row in records if row["time_shares"]]
     plans: list[tuple[str, Sequence[Record], Callable[..., None]]] = [

@@ -6,19 +6,22 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specjax.core.errors import DataError
+from specjax.core.errors import DataError, SpecJaxError
+from specjax.decode.requests import Result
 from specjax.evaluation import metrics
-from specjax.evaluation.config import EvalConfig
+from specjax.evaluation.answers import is_right
 from specjax.evaluation.lossless import TIE_BOUND, Difference
 from specjax.evaluation.measure import Measured, Pass
 from specjax.evaluation.shares import StageTimes
 from specjax.evaluation.subject import Subject
+from specjax.evaluation.sweep import Cell
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 RESULTS = "results.jsonl"
 Record = dict[str, Any]
 
@@ -28,14 +31,42 @@ class Losslessness:
     """How a greedy run compares with the baseline of its dtype.
 
     Attributes:
-        identical: prompts whose text equals the baseline's in every repeat.
-        differences: where the others first differ, in the first repeat that does.
+        identical: prompts all of whose answers equal the baseline's in every repeat.
+        differences: where the other answers first differ, in the first repeat that does.
         tokens_compared: tokens up to each first difference, in the first repeat.
     """
 
     identical: int
     differences: list[Difference]
     tokens_compared: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What the records of a sweep share.
+
+    Attributes:
+        run: when it was started.
+        machine: see `machine.describe`.
+    """
+
+    run: str
+    machine: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Findings:
+    """What was looked at beside the measured runs; None for what was not.
+
+    Attributes:
+        lossless: the comparison of texts.
+        stages: time shares.
+        calibration: how well the head's confidences are calibrated.
+    """
+
+    lossless: Losslessness | None = None
+    stages: StageTimes | None = None
+    calibration: Record | None = None
 
 
 def rates(passes: Sequence[Pass]) -> list[float | None]:
@@ -56,84 +87,176 @@ def fastest(baselines: Mapping[str, Measured]) -> str:
 
 
 def record(
-    config: EvalConfig,
+    cell: Cell,
     subject: Subject,
     measured: Measured,
     baselines: Mapping[str, Measured],
-    lossless: Losslessness | None,
-    stages: StageTimes | None,
-    context: Mapping[str, Any],
+    found: Findings,
+    context: Context,
 ) -> Record:
     """Build the record of one run.
 
     Args:
-        config: of the evaluation.
+        cell: what was asked for.
         subject: what was measured.
         measured: the run; the record of the baseline takes its fastest dtype.
         baselines: the baseline by dtype, measured in alternation with it.
-        lossless: the comparison of texts, None when sampled.
-        stages: time shares, None where they were not taken.
-        context: what all records of an evaluation share: `run`, `machine`.
+        found: what else is known of it.
+        context: of the sweep.
     """
-    variant, first = measured.variant, measured.passes[0]
-    throughput, decode = rates(measured.passes), decode_rates(measured.passes)
-    fast = fastest(baselines)
-    against = baselines[fast].passes
-    same = baselines[variant.dtype].passes
-    speedup = metrics.speedup(throughput, rates(against))
-    drafts = metrics.acceptance(first.results)
+    variant = measured.variant
+    runs = {dtype: rates(run.passes) for dtype, run in baselines.items()}
     return {
-        "schema_version": SCHEMA_VERSION,
-        "run": context["run"],
-        "target": subject.target_name,
+        **_identity(cell, context, subject.target_name),
         "head": variant.head.name,
         "head_source": None if variant.is_baseline else subject.head_source,
         "num_speculative_tokens": variant.num_speculative_tokens,
-        "temperature": config.temperature,
-        "concurrency": config.concurrency,
         "dtype": variant.dtype,
-        "prompts": len(subject.requests),
+        "error": None,
+        "prompts": len(set(subject.groups)),
+        "requests": len(subject.requests),
         "prompts_sha256": subject.prompts_sha256,
         "repeats": len(measured.passes),
-        "output_tokens": metrics.output_tokens(first.results),
+        **_texts(subject, measured, found.lossless),
+        "baseline_dtype": fastest(baselines),
+        "baseline_output_tokens_per_second": {
+            dtype: metrics.spread(values).median for dtype, values in runs.items()
+        },
+        "baseline_output_tokens_per_second_repeats": runs,
+        **_speed(measured, baselines),
+        **_latency(measured),
+        **_acceptance(measured, subject.groups),
+        "time_shares": None if found.stages is None else _shares(found.stages, measured.passes[0]),
+        "calibration": found.calibration,
+        "notes": list(subject.notes),
+    }
+
+
+def failure(cell: Cell, error: Exception, target: str, context: Context) -> Record:
+    """Build the record of a cell that could not be measured.
+
+    Args:
+        cell: what was asked for.
+        error: why not.
+        target: what records call the target.
+        context: of the sweep.
+    """
+    config = cell.config
+    words = " ".join(str(error).split())[:500]
+    kind = "" if isinstance(error, SpecJaxError) else f"{type(error).__name__}: "
+    baseline = cell.is_baseline
+    return {
+        **_identity(cell, context, target),
+        "head": "none" if baseline else config.head,
+        "head_source": None if baseline else config.head,
+        "num_speculative_tokens": 0 if baseline else config.num_speculative_tokens,
+        "dtype": config.dtype,
+        "error": kind + words,
+        "prompts": None,
+        "identical": None,
+        "output_tokens_per_second": None,
+        "speedup": None,
+        "mean_acceptance_length": None,
+        "acceptance_rate_per_position": None,
+        "notes": [],
+    }
+
+
+def _identity(cell: Cell, context: Context, target: str) -> Record:
+    config = cell.config
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "run": context.run,
+        "cell": cell.key,
+        "baseline_cell": cell.baseline,
+        "target": target,
+        "prompts_source": config.prompts,
+        "chat_template": config.chat_template,
+        "enable_thinking": config.enable_thinking,
+        "temperature": config.temperature,
+        "concurrency": config.concurrency,
+        "fingerprints": dict(cell.fingerprints),
+        "configuration": dataclasses.asdict(config),
+        "machine": dict(context.machine),
+    }
+
+
+def _texts(subject: Subject, measured: Measured, lossless: Losslessness | None) -> Record:
+    results = measured.passes[0].results
+    known = [(r, a) for r, a in zip(results, subject.answers or (), strict=False) if a is not None]
+    decode = subject.decode
+    right = sum(is_right(decode(r.token_ids), a) for r, a in known) if decode is not None else 0
+    return {
+        "output_tokens": metrics.output_tokens(results),
         "identical": None if lossless is None else lossless.identical,
-        **_differences(lossless, variant.dtype),
+        **_differences(lossless, measured.variant.dtype),
+        "accuracy": metrics.ratio(right, len(known)),
+        "answers_known": len(known),
+    }
+
+
+def _speed(measured: Measured, baselines: Mapping[str, Measured]) -> Record:
+    passes = measured.passes
+    against = baselines[fastest(baselines)].passes
+    same = baselines[measured.variant.dtype].passes
+    throughput, decode = rates(passes), decode_rates(passes)
+    speedup = metrics.speedup(throughput, rates(against))
+    same_dtype = metrics.speedup(throughput, rates(same))
+    return {
         "output_tokens_per_second": metrics.spread(throughput).median,
         "output_tokens_per_second_repeats": throughput,
         "decode_tokens_per_second": metrics.spread(decode).median,
         "decode_tokens_per_second_repeats": decode,
         "decode_tokens_per_second_per_request": metrics.mean_over_requests(
-            metrics.per_request_tokens_per_second(p.results) for p in measured.passes
+            metrics.per_request_tokens_per_second(p.results) for p in passes
         ),
-        "baseline_output_tokens_per_second": {
-            dtype: metrics.spread(rates(run.passes)).median for dtype, run in baselines.items()
-        },
-        "baseline_output_tokens_per_second_repeats": {
-            dtype: rates(run.passes) for dtype, run in baselines.items()
-        },
-        "baseline_dtype": fast,
         "speedup": speedup.median,
         "speedup_low": speedup.low,
         "speedup_high": speedup.high,
-        "speedup_same_dtype": metrics.speedup(throughput, rates(same)).median,
+        "speedup_repeats": list(speedup.values),
+        "speedup_same_dtype": same_dtype.median,
+        "speedup_same_dtype_low": same_dtype.low,
+        "speedup_same_dtype_high": same_dtype.high,
         "decode_speedup": metrics.speedup(decode, decode_rates(against)).median,
+        "prefill_seconds": metrics.spread(p.times.prefill for p in passes).median,
+        "decode_seconds": metrics.spread(p.times.decode for p in passes).median,
+        "compile_seconds": measured.compile_seconds,
+        "rounds": passes[0].times.rounds,
+        "peak_memory_bytes": max((p.peak_bytes for p in passes if p.peak_bytes), default=None),
+    }
+
+
+def _latency(measured: Measured) -> Record:
+    def over_all(of: Callable[[list[Result]], Sequence[float | None]]) -> dict[str, float] | None:
+        return metrics.distribution(v for p in measured.passes for v in of(p.results))
+
+    return {
+        "time_to_first_token_seconds": over_all(metrics.first_token_seconds),
+        "time_per_output_token_seconds": over_all(metrics.seconds_per_token),
+        "latency_seconds": over_all(metrics.latency_seconds),
+    }
+
+
+def _acceptance(measured: Measured, groups: Sequence[int]) -> Record:
+    results = measured.passes[0].results
+    drafts = metrics.acceptance(results)
+    intervals = metrics.bootstrap(results, groups)
+    return {
         "mean_acceptance_length": drafts.mean_length,
-        "mean_acceptance_length_per_request": metrics.per_request_length(first.results),
+        "mean_acceptance_length_interval": intervals.mean_length,
+        "mean_acceptance_length_per_request": metrics.per_request_length(results),
         "acceptance_rate": drafts.rate,
-        "acceptance_rate_per_request": metrics.per_request_rate(first.results),
+        "acceptance_rate_interval": intervals.rate,
+        "acceptance_rate_per_request": metrics.per_request_rate(results),
         "acceptance_rate_per_position": list(drafts.per_position),
+        "acceptance_rate_per_position_interval": intervals.per_position,
         "acceptance_rate_per_position_conditional": list(drafts.per_position_conditional),
         "draft_rounds": drafts.draft_rounds,
+        "drafted_tokens": measured.variant.num_speculative_tokens * sum(r.rounds for r in results),
+        "verified_tokens": sum(drafts.drafted),
+        "accepted_tokens": sum(drafts.accepted),
         "drafted_per_position": list(drafts.drafted),
         "accepted_per_position": list(drafts.accepted),
-        "rounds": first.times.rounds,
-        "prefill_seconds": metrics.spread(p.times.prefill for p in measured.passes).median,
-        "decode_seconds": metrics.spread(p.times.decode for p in measured.passes).median,
-        "compile_seconds": measured.compile_seconds,
-        "time_shares": None if stages is None else _shares(stages, first),
-        "notes": list(subject.notes),
-        "configuration": dataclasses.asdict(config),
-        "machine": context["machine"],
     }
 
 
@@ -198,27 +321,50 @@ def append(records: Iterable[Record], directory: Path) -> None:
     """Add records to the directory's results; earlier ones stay, a kill loses none."""
     path = directory / RESULTS
     before = path.read_bytes() if path.exists() else b""
+    if before and not before.endswith(b"\n"):
+        before += b"\n"  # what follows a truncated line must not become a part of it
+    write_whole(path, before + _lines(records))
+
+
+def forget(keys: Collection[str], directory: Path) -> None:
+    """Take the records of these cells out of the directory's results."""
+    write_whole(
+        directory / RESULTS, _lines(row for row in read(directory) if row["cell"] not in keys)
+    )
+
+
+def _lines(records: Iterable[Record]) -> bytes:
     lines = [json.dumps(finite(row), allow_nan=False, ensure_ascii=False) for row in records]
-    write_whole(path, before + "".join(line + "\n" for line in lines).encode())
+    return "".join(line + "\n" for line in lines).encode()
 
 
-def read(directory: Path) -> list[Record]:
-    """Read the records of a results directory.
+def read(directory: Path, on_fault: Callable[[str], None] | None = None) -> list[Record]:
+    """Read the records of a results directory, in the order they were written.
+
+    Args:
+        directory: the directory.
+        on_fault: called with a line about each record that is not whole or of another version of
+            the schema; it is left out. None prints these on stderr.
 
     Raises:
-        DataError: no results there, a broken line, or a schema of another version.
+        DataError: no results there.
     """
     path = directory / RESULTS
     if not path.is_file():
         raise DataError(f"no results at {path}")
+    tell = on_fault or (lambda fault: print(f"specjax: warning: {fault}", file=sys.stderr))
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        if not line.strip():
+            continue
         try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{path}:{number}: not a line of JSON: {error}") from None
+            row = json.loads(line.decode())
+        except ValueError:
+            tell(f"{path}:{number}: no whole record; skipped")
+            continue
         version = row.get("schema_version") if isinstance(row, dict) else None
         if version != SCHEMA_VERSION:
-            raise DataError(f"{path}:{number}: schema_version {version}, expected {SCHEMA_VERSION}")
+            tell(f"{path}:{number}: schema_version {version}, expected {SCHEMA_VERSION}; skipped")
+            continue
         rows.append(row)
     return rows

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -12,6 +13,13 @@ from specjax.evaluation import plots, records
 from specjax.evaluation.records import Record
 
 WIDTH = 100  # columns that every table fits
+_COLUMNS = {
+    "dtype": "dtype",
+    "batch": "concurrency",
+    "T": "temperature",
+    "prompts": "prompts_source",
+    "target": "target",
+}
 
 _TEMPLATE = """\
 # Evaluation of {{ rows[0].target }}
@@ -54,36 +62,38 @@ def percent(value: float | None) -> str:
 
 def summary(rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
     """Return header and lines of the main table, one line per run."""
-    header = ["head", "tokens", "dtype", "batch", "tok/s", "decode tok/s", "speedup", "spread"]
-    header += ["same dtype", "accept. length", "accept. rate", "identical"]
+    tell = {"dtype": "dtype", "batch": "concurrency"} | telling(rows)
     lines = []
     for row in rows:
+        if row["error"]:
+            continue
         spread = f"{number(row['speedup_low'])}-{number(row['speedup_high'])}"
         identical = row["identical"]
-        lines.append(
-            [
-                row["head"],
-                str(row["num_speculative_tokens"]),
-                {"float32": "f32", "bfloat16": "bf16"}.get(row["dtype"], row["dtype"]),
-                str(row["concurrency"]),
-                number(row["output_tokens_per_second"], ",.1f"),
-                number(row["decode_tokens_per_second"], ",.1f"),
-                number(row["speedup"]),
-                "" if row["head"] == "none" else spread,
-                number(row["speedup_same_dtype"]),
-                number(row["mean_acceptance_length"]),
-                percent(row["acceptance_rate"]),
-                "sampled" if identical is None else f"{identical}/{row['prompts']}",
-            ]
-        )
-    return header, lines
+        figures = {
+            "tok/s": number(row["output_tokens_per_second"], ",.1f"),
+            "decode tok/s": number(row["decode_tokens_per_second"], ",.1f"),
+            "speedup": number(row["speedup"]),
+            "spread": "" if row["head"] == "none" else spread,
+            "same dtype": number(row["speedup_same_dtype"]),
+            "accept. length": number(row["mean_acceptance_length"]),
+            "accept. rate": percent(row["acceptance_rate"]),
+            "identical": "sampled" if identical is None else f"{identical}/{row['prompts']}",
+        }
+        for name in ("decode tok/s", "accept. rate", "same dtype")[: len(tell) - 2]:
+            del figures[name]  # room for what tells runs apart
+        first = {"head": row["head"], "tokens": str(row["num_speculative_tokens"])}
+        told = dict(zip(tell, _cells(row, tell, rows), strict=True))
+        lines.append(first | told | figures)
+    header = list(lines[0]) if lines else []
+    return header, [list(line.values()) for line in lines]
 
 
 def positions(rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
     """Return header and lines of acceptance by position; no lines where nothing was drafted."""
     drafted = [row for row in rows if row["acceptance_rate_per_position"]]
+    tell = telling(rows)
     most = max((row["num_speculative_tokens"] for row in drafted), default=0)
-    header = ["head", "tokens", "acceptance", *(str(i + 1) for i in range(most))]
+    header = ["head", "tokens", *tell, "acceptance", *(str(i + 1) for i in range(most))]
     lines = []
     for row in drafted:
         for name, key in (
@@ -92,23 +102,26 @@ def positions(rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
         ):
             shares = [number(value) for value in row[key]]
             shares += [""] * (most - len(shares))
-            lines.append([row["head"], str(row["num_speculative_tokens"]), name, *shares])
+            first = [row["head"], str(row["num_speculative_tokens"]), *_cells(row, tell, rows)]
+            lines.append([*first, name, *shares])
     return header, lines
 
 
 def times(rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
     """Return header and lines of time shares; no lines where they were not taken."""
-    header = ["head", "tokens", "draft", "verify", "other", "sum of stages", "whole round"]
+    tell = telling(rows)
+    header = ["head", "tokens", *tell, "draft", "verify", "other", "sum of stages", "whole round"]
     header += ["round in the run"]
     lines = []
     for row in rows:
-        shares = row["time_shares"]
+        shares = row.get("time_shares")
         if not shares:
             continue
         lines.append(
             [
                 row["head"],
                 str(row["num_speculative_tokens"]),
+                *_cells(row, tell, rows),
                 *(percent(shares[part]) for part in ("draft", "verify", "other")),
                 *(
                     f"{number(None if shares[key] is None else 1e3 * shares[key])} ms"
@@ -123,16 +136,91 @@ def times(rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
     return header, lines
 
 
+def latencies(rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
+    """Return header and lines of what a request waits for, of memory and of right answers."""
+    tell = telling(rows)
+    header = ["head", "tokens", *tell, "first token", "p90", "latency", "p90", "per token"]
+    header += ["peak memory", "accuracy"]
+
+    def milliseconds(row: Record, name: str, which: str) -> str:
+        found = row[name]
+        return "n/a" if found is None else f"{1e3 * found[which]:,.1f} ms"
+
+    lines = []
+    for row in rows:
+        if row["error"]:
+            continue
+        peak = row["peak_memory_bytes"]
+        first = [row["head"], str(row["num_speculative_tokens"]), *_cells(row, tell, rows)]
+        waits = [
+            milliseconds(row, f"{name}_seconds", which)
+            for name, which in (
+                ("time_to_first_token", "median"),
+                ("time_to_first_token", "p90"),
+                ("latency", "median"),
+                ("latency", "p90"),
+                ("time_per_output_token", "median"),
+            )
+        ]
+        memory = "n/a" if peak is None else f"{peak / 1e9:.2f} GB"
+        lines.append([*first, *waits, memory, percent(row["accuracy"])])
+    return header, lines
+
+
+def telling(rows: Sequence[Record]) -> dict[str, str]:
+    """Return what tells runs of one head and width apart: headers of columns, keys of records."""
+    drafting = [row for row in rows if row["head"] != "none"]
+    columns = {key: name for name, key in _COLUMNS.items() if _values(drafting, key) > 1}
+    kinds = {row["head"]: row["head_source"] for row in drafting}
+    if any(kinds[row["head"]] != row["head_source"] for row in drafting):
+        columns["head_source"] = "from"
+    return {name: key for key, name in columns.items()}
+
+
+def _values(rows: Sequence[Record], key: str) -> int:
+    return len({str(row[key]) for row in rows})
+
+
+def _cells(row: Record, tell: Mapping[str, str], rows: Sequence[Record]) -> list[str]:
+    """Return what stands in the columns that tell runs apart."""
+    return [_short(str(row[key]), [str(other[key]) for other in rows]) for key in tell.values()]
+
+
+def _short(path: str, others: Sequence[str]) -> str:
+    """Return the part of a path in which several differ; what is no path stays as it is."""
+    if "/" not in path:
+        return {"float32": "f32", "bfloat16": "bf16", "None": ""}.get(path, path)
+    parts = [Path(other).parts for other in {path, *others} if "/" in other]
+    own = Path(path).parts
+    if len(parts) == 1:
+        return own[-1]
+    first, last = _shared(parts), len(own) - _shared([each[::-1] for each in parts])
+    return "/".join(own[first:last] or own[-1:])
+
+
+def _shared(paths: Sequence[tuple[str, ...]]) -> int:
+    """Count the first parts that all have in common."""
+    columns = zip(*paths, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
+
+
 def remarks(rows: Sequence[Record]) -> list[str]:
     """Return the sentences that the figures must not be read without."""
     said = []
+    tell = telling(rows)
     for row in rows:
+        which = zip(tell, _cells(row, tell, rows), strict=True)
+        apart = "".join(f", {name} {value}" for name, value in which)
+        if row["error"]:
+            drafts = row["num_speculative_tokens"]
+            said.append(f"FAILED: {row['head']}, {drafts} tokens{apart}: {row['error']}")
+            continue
         rates = row["baseline_output_tokens_per_second"]
         if row["head"] == "none":
             each = ", ".join(f"{number(rate, ',.1f')} in {name}" for name, rate in rates.items())
-            said.append(f"Baseline output tokens/s: {each}; speedups are against the fastest.")
+            said.append(f"Baseline{apart}: {each} tokens/s; speedups are against the fastest.")
             continue
-        name = plots.label(row)
+        name = plots.label(row) + apart
         if row["dtype"] != row["baseline_dtype"]:
             said.append(
                 f"{name} ran in {row['dtype']}, but the baseline is faster in"
@@ -196,6 +284,7 @@ def _tables(rows: Sequence[Record]) -> list[tuple[str, tuple[list[str], list[lis
     tables = [
         ("Runs", summary(rows)),
         ("Acceptance by draft position", positions(rows)),
+        ("Waiting, memory and answers", latencies(rows)),
         ("Time of one round", times(rows)),
     ]
     return [(title, table) for title, table in tables if table[1]]

@@ -3,26 +3,48 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from specjax import heads, targets
-from specjax.core.errors import CheckpointError, DataError, RequestError
-from specjax.data.chat import ChatEncoder
+from specjax.core.errors import CheckpointError
 from specjax.data.prompts import Prompt, load_prompts
-from specjax.decode.requests import Request
-from specjax.evaluation import demo
+from specjax.decode.requests import Request, Result
+from specjax.evaluation import demo, turns
 from specjax.evaluation.config import EvalConfig
 from specjax.heads import pairing
-from specjax.heads.base import Head, borrow
+from specjax.heads.base import Head, NullHead, borrow
 from specjax.io.hf import resolve
 from specjax.targets.base import Target
 
 PyTree = Any
 _WORDS = ("none", "ngram", "mtp")  # heads that are no directory
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """A target with its weights in every dtype that is measured.
+
+    Attributes:
+        target: the target.
+        params: its weights by dtype.
+        name: what records call it.
+        root: its directory; None for the embedded default.
+        tokenizer: its tokenizer; None for the embedded default.
+        own_head: of the embedded default: its head and the head's weights.
+    """
+
+    target: Target
+    params: dict[str, PyTree]
+    name: str
+    root: Path | None = None
+    tokenizer: Any = None
+    own_head: tuple[Head, PyTree] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +60,9 @@ class Subject:
         target_name: what records call the target.
         head_source: where the head came from.
         notes: what a reader of the figures must know.
+        prompt_of: which prompt each request is of; () where each is one of its own.
+        answers: the right answers to the requests, None where none is known; () for none at all.
+        decode: from token ids to text; None where nothing can be read.
     """
 
     target: Target
@@ -48,6 +73,14 @@ class Subject:
     target_name: str
     head_source: str
     notes: tuple[str, ...] = ()
+    prompt_of: tuple[int, ...] = ()
+    answers: tuple[str | None, ...] = ()
+    decode: Callable[[Sequence[int]], str] | None = None
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """The prompt of each request."""
+        return self.prompt_of or tuple(range(len(self.requests)))
 
     @property
     def prompts_sha256(self) -> str:
@@ -65,32 +98,92 @@ def load(config: EvalConfig) -> Subject:
         SpecJaxError: one line, whatever is wrong: the checkpoint, the head, the prompt file, a
             prompt that does not fit.
     """
+    if config.target:
+        # The cheap checks first: a misspelt prompt file should not cost a load of the weights.
+        load_prompts(config.prompts, limit=config.num_prompts or None)
+        _check_head(config.head)
+    opened = open_target(config)
+    return with_head(with_requests(opened, config), opened, config)
+
+
+def open_target(config: EvalConfig) -> Opened:
+    """Load a target and its tokenizer.
+
+    Raises:
+        CheckpointError: it cannot be loaded.
+    """
     if not config.target:
-        return _embedded(config)
-    # The cheap checks first: a misspelt prompt file should not cost a load of the weights.
-    prompts = load_prompts(config.prompts, limit=config.num_prompts or None)
+        target, params, head, head_params = demo.models(
+            config.baseline_dtypes, config.dtype, config.target_options
+        )
+        return Opened(target, params, demo.NAME, own_head=(head, head_params))
     root = resolve(config.target)
-    _check_head(config.head)
-    params: dict[str, PyTree] = {}
+    params = {}
     for dtype in config.baseline_dtypes:
         target, params[dtype] = targets.load(root, dtype, how=config.target_options)
-    head, head_params = heads.find(
-        config.head,
-        root,
-        target.info,
-        config.dtype,
-        config.ngram,
-        borrow(target, params[config.dtype]),
+    return Opened(target, params, root.resolve().name, root, _tokenizer(root))
+
+
+def with_requests(
+    opened: Opened, config: EvalConfig, on_result: Callable[[Result], None] | None = None
+) -> Subject:
+    """Return the subject of a baseline: a target and requests, no head.
+
+    Args:
+        opened: the target.
+        config: which prompts, and how to ask them.
+        on_result: called with the answers to all turns but the last ones, which are decoded here.
+
+    Raises:
+        DataError: a prompt set that is not there, or a prompt that does not fit.
+    """
+    bare = Subject(
+        target=opened.target,
+        params=opened.params,
+        head=NullHead(),
+        head_params=(),
+        requests=(),
+        target_name=opened.name,
+        head_source="none",
     )
-    return Subject(
-        target=target,
-        params=params,
+    if opened.root is None:
+        ids = demo.prompts(opened.target, config.num_prompts)
+        requests = tuple(turns.request_of(each, i, config) for i, each in enumerate(ids))
+        return dataclasses.replace(bare, requests=requests, notes=(demo.NOTICE,))
+    prompts = load_prompts(config.prompts, limit=config.num_prompts or None)
+    params = opened.params[config.baseline_dtypes[0]]
+    asked = turns.ask(opened.target, params, opened.tokenizer, prompts, config, on_result)
+    return dataclasses.replace(
+        bare,
+        requests=asked.requests,
+        prompt_of=asked.prompt_of,
+        answers=asked.answers,
+        decode=functools.partial(opened.tokenizer.decode, skip_special_tokens=True),
+        notes=_notes(prompts, config),
+    )
+
+
+def with_head(subject: Subject, opened: Opened, config: EvalConfig) -> Subject:
+    """Return the subject with the head that the configuration names.
+
+    Raises:
+        CheckpointError: there is no such head.
+        PairingError: it does not belong to the target.
+    """
+    if opened.own_head is not None:
+        head, params = opened.own_head
+        return dataclasses.replace(subject, head=head, head_params=params, head_source=demo.NAME)
+    target = opened.target
+    borrowed = borrow(target, opened.params[config.dtype])
+    head, params = heads.find(
+        config.head, opened.root or "", target.info, config.dtype, config.ngram, borrowed
+    )
+    return dataclasses.replace(
+        subject,
         head=head,
-        head_params=head_params,
-        requests=_requests(prompts, _tokenizer(root), target, config),
-        target_name=root.resolve().name,
+        head_params=params,
         head_source=config.head,
-        notes=(*_notes(prompts, config), *_lent(config.head)),
+        notes=(*subject.notes, *_lent(config.head)),
     )
 
 
@@ -109,23 +202,6 @@ def _check_head(source: str) -> None:
         resolve(rest if word == "small_model" and colon else source)
 
 
-def _embedded(config: EvalConfig) -> Subject:
-    target, params, head, head_params = demo.models(
-        config.baseline_dtypes, config.dtype, config.target_options
-    )
-    prompts = demo.prompts(target, config.num_prompts)
-    return Subject(
-        target=target,
-        params=params,
-        head=head,
-        head_params=head_params,
-        requests=tuple(_request(ids, i, config) for i, ids in enumerate(prompts)),
-        target_name=demo.NAME,
-        head_source=demo.NAME,
-        notes=(demo.NOTICE,),
-    )
-
-
 def _tokenizer(root: Path) -> Any:
     from transformers import AutoTokenizer
 
@@ -136,48 +212,22 @@ def _tokenizer(root: Path) -> Any:
         raise CheckpointError(f"{root}: its tokenizer cannot be loaded ({reason})") from None
 
 
-def _requests(
-    prompts: list[Prompt], tokenizer: Any, target: Target, config: EvalConfig
-) -> tuple[Request, ...]:
-    """Tokenize prompts; a prompt that does not fit the target is named by file and line."""
-    info = target.info
-    if config.chat_template:
-        thinking = config.enable_thinking
-        options = {} if thinking is None else {"enable_thinking": thinking}
-        encoder = ChatEncoder(tokenizer, info.stop_ids, **options)
-        encoded = [encoder.prompt_ids(prompt.opening()) for prompt in prompts]
+def _notes(prompts: Sequence[Prompt], config: EvalConfig) -> tuple[str, ...]:
+    # F65: how the prompts were rendered stands beside every figure.
+    thinking = config.enable_thinking
+    template = config.chat_template
+    if isinstance(template, str):
+        said = f"the chat template {Path(template).name}"
     else:
-        encoded = [tokenizer(prompt.turns[0])["input_ids"] for prompt in prompts]
-    requests = []
-    for i, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):
-        request = _request(tuple(ids), i, config)
-        try:
-            request.check(info.vocab, config.engine.capacity or info.max_context, info.max_context)
-        except RequestError as error:
-            raise DataError(f"{prompt.source}: {error}") from None
-        requests.append(request)
-    return tuple(requests)
-
-
-def _request(ids: tuple[int, ...], index: int, config: EvalConfig) -> Request:
-    return Request(
-        prompt_ids=ids,
-        max_new_tokens=config.max_new_tokens,
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        min_p=config.min_p,
-        seed=config.seed + index,
-    )
-
-
-def _notes(prompts: list[Prompt], config: EvalConfig) -> tuple[str, ...]:
-    notes = []
-    if config.chat_template and config.enable_thinking is not None:
-        notes.append(f"The chat template ran with enable_thinking={config.enable_thinking}.")
-    several = sum(len(prompt.turns) > 1 for prompt in prompts)
-    if several:
-        notes.append(f"{several} prompts have further turns; only their first was asked.")
+        said = "the target's own chat template" if template else "no chat template"
+    if config.chat_template is not False:
+        said += ", thinking left to it" if thinking is None else f", enable_thinking={thinking}"
+    notes = [f"Prompts were rendered with {said}."]
+    if any(len(prompt.turns) > 1 for prompt in prompts):
+        notes.append(
+            "Later turns are asked after the answers that the target gave without a head, the same"
+            " in every run."
+        )
     if config.num_prompts > len(prompts):
-        notes.append(f"The file holds {len(prompts)} prompts, fewer than {config.num_prompts}.")
+        notes.append(f"The prompt set holds {len(prompts)}, fewer than {config.num_prompts}.")
     return tuple(notes)

@@ -33,6 +33,8 @@ def test_the_three_forms(tmp_path):
     ]
     assert len(load_prompts(path, limit=2)) == 2
     assert load_prompts(path)[1].opening() == messages[:2]
+    said = [messages[1], {"role": "assistant", "content": "own"}, messages[3]]
+    assert load_prompts(path)[1].messages(["own"]) == [messages[0], *said]
 
 
 @pytest.mark.parametrize(
@@ -47,6 +49,7 @@ def test_the_three_forms(tmp_path):
         ({"messages": [{"role": "usr", "content": "x"}]}, "message 0 has role 'usr'"),
         ({"messages": [{"role": "user"}]}, "message 0 \\(user\\) has no text"),
         ({"messages": "x"}, 'expected a list "messages"'),
+        ({"turns": ["x"], "answer": [1]}, '"answer" is neither text nor a number'),
         ("[1]", "expected a JSON object, found list"),
         ('{"turns": ["x"]', "not a line of JSON"),
     ],

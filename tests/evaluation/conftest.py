@@ -18,7 +18,10 @@ from specjax.decode.requests import Request
 from specjax.evaluation import runner
 from specjax.evaluation.config import EvalConfig
 from specjax.evaluation.records import Record
-from specjax.evaluation.subject import Subject
+from specjax.evaluation.subject import Opened, Subject
+from specjax.evaluation.sweep import Cell
+from specjax.heads.base import NullHead
+from specjax.io.hf import save_checkpoint
 from tests.evaluation.known import CONFIG, VOCAB, KnownHead
 
 NEW = 13  # 1 from prefill, then 4 rounds of 2 drafts and a bonus
@@ -45,7 +48,7 @@ def subject() -> Subject:
         head_params=jax.numpy.asarray(texts),
         requests=requests,
         target_name="tiny",
-        head_source="known",
+        head_source="tiny-random",
         notes=("a note",),
     )
 
@@ -65,19 +68,64 @@ def config() -> EvalConfig:
 
 
 @pytest.fixture(scope="package")
-def rows(config: EvalConfig, subject: Subject) -> list[Record]:
+def opened(subject: Subject) -> Opened:
+    """The tiny target; its own head is the known one."""
+    own = subject.head, subject.head_params
+    return Opened(subject.target, subject.params, "tiny", own_head=own)
+
+
+@pytest.fixture(scope="package")
+def base(subject: Subject) -> Subject:
+    """The tiny requests without a head."""
+    return dataclasses.replace(subject, head=NullHead(), head_params=(), head_source="none")
+
+
+def cell_of(config: EvalConfig, key: str = "its key") -> Cell:
+    """A cell whose files are not looked at."""
+    return Cell(config, {"target": "a", "head": "b", "prompts": "c"}, key, "the baseline's")
+
+
+@pytest.fixture(scope="package")
+def rows(config: EvalConfig, opened: Opened, base: Subject) -> list[Record]:
     """Records of the baseline and of 3 drafts, 2 of which are right."""
-    return runner.evaluate(config, subject, (config.num_speculative_tokens,))
+    return list(runner.measure([cell_of(config)], opened, base))
 
 
 @pytest.fixture
 def recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: EvalConfig, subject: Subject
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    config: EvalConfig,
+    opened: Opened,
+    base: Subject,
 ) -> Any:
     """Return a function that runs a whole evaluation into `tmp_path` with the tiny subject."""
 
     def go(**changes: Any) -> list[Record]:
-        monkeypatch.setattr(runner, "load", lambda _: subject)
+        monkeypatch.setattr(runner, "plan", lambda configs: [cell_of(c) for c in configs])
+        monkeypatch.setattr(runner, "open_target", lambda _: opened)
+        monkeypatch.setattr(runner, "with_requests", lambda *_: base)
         return runner.run(dataclasses.replace(config, out=str(tmp_path), **changes), "# settings")
 
     return go
+
+
+@pytest.fixture(scope="package")
+def checkpoint(tmp_path_factory: Any) -> Path:
+    """Save a tiny target with a tokenizer: the words w0 ... w60."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    path = tmp_path_factory.mktemp("target")
+    target = targets.from_config(CONFIG)
+    params = init_params(target.specs(), jax.random.key(0), scale=0.4)
+    save_checkpoint(target.specs(), params, CONFIG, path)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0")
+    fast.chat_template = (
+        "{% for m in messages %}{{ m.content }} {% endfor %}"
+        "{% if enable_thinking %}w3 {% endif %}w2"
+    )
+    fast.save_pretrained(path)
+    return path

@@ -11,7 +11,7 @@ import pytest
 
 from specjax.core.errors import PairingError
 from specjax.decode import Engine, EngineConfig, Request
-from specjax.evaluation.calibrate import Rounds, calibrate, record_rounds
+from specjax.evaluation.calibrate import Rounds, calibrate, record_rounds, reliability
 from specjax.heads.ngram import NgramHead
 from tests.decode.adversary import VOCAB, tiny
 from tests.decode.mixing import Mixed, Script
@@ -61,3 +61,14 @@ def test_an_overconfident_head_is_brought_down() -> None:
     np.testing.assert_allclose(found.temperatures, true, atol=1.0)
     assert (found.after < 0.6 * found.before).all()
     assert found.fitted + found.heldout == n
+
+
+def test_reliability_is_of_the_products_and_of_judged_drafts() -> None:
+    """Two rounds of two drafts at sigmoid(0) = 1/2; the second round judged one draft only."""
+    rounds = Rounds(np.zeros((2, 2)), np.array([2, 0]), np.array([2, 1]), np.arange(2))
+    found = reliability(rounds)
+    assert found["rounds"] == 2
+    assert found["expected_calibration_error_per_position"] == [0.0, 0.75]
+    # Three judged drafts: at 1/2 one of two stood, at 1/4 the only one did.
+    assert [row["count"] for row in found["bins"]] == [1, 2]
+    assert found["expected_calibration_error"] == pytest.approx(0.75 / 3)

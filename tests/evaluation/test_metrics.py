@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
+import numpy as np
 import pytest
 
 from specjax.decode.requests import Result, RunTimes
@@ -104,5 +106,56 @@ def test_speedup_is_paired_by_repeat() -> None:
 def test_identical_counts_a_prompt_only_if_every_run_agrees() -> None:
     reference = [result(3), result(3, first=5)]
     same, other = list(reference), [result(3), result(3, first=6)]
-    assert metrics.identical([same, same], reference) == 2
-    assert metrics.identical([same, other], reference) == 1
+    assert metrics.identical([same, same], reference, (0, 1)) == 2
+    assert metrics.identical([same, other], reference, (0, 1)) == 1
+    assert metrics.identical([same, other], reference, (0, 0)) == 0  # two turns of one prompt
+
+
+def test_waiting_leaves_the_queue_out() -> None:
+    """Started at 2 s, first token at 2.5 s, all 11 tokens at 4.5 s."""
+    late = dataclasses.replace(result(11, seconds=4.5), start_seconds=2.0, first_token_seconds=2.5)
+    assert metrics.first_token_seconds([late]) == [0.5]
+    assert metrics.latency_seconds([late]) == [2.5]
+    assert metrics.seconds_per_token([late]) == [pytest.approx(0.2)]
+    assert metrics.seconds_per_token([result(1)]) == [None]
+    found = metrics.distribution([None, 1.0, 2.0, 3.0, 4.0, 5.0])
+    assert found == pytest.approx({"mean": 3.0, "median": 3.0, "p90": 4.6, "p99": 4.96})
+    assert metrics.distribution([None]) is None
+
+
+def test_bootstrap_intervals_have_the_width_that_theory_gives() -> None:
+    """400 prompts of 10 rounds each; the standard error of a mean over prompts is sd / 20."""
+    rng = np.random.default_rng(3)
+    hits = rng.integers(0, 11, 400)
+    rows = [result(20, (10, 10), (int(n), 0)) for n in hits]
+    found = metrics.bootstrap(rows, range(400))
+    error = hits.std() / 10 / 20
+    assert found.mean_length is not None and found.rate is not None and found.per_position
+    low, high = found.mean_length
+    assert (low + high) / 2 == pytest.approx(1 + hits.mean() / 10, abs=error / 4)
+    assert high - low == pytest.approx(2 * 1.96 * error, rel=0.1)
+    assert np.allclose(np.array(found.rate) * 2 + 1, found.mean_length)
+    assert found.per_position[1] == (0.0, 0.0)
+    # Answers of one prompt stay together: ten prompts of forty answers are far less sure.
+    clustered = metrics.bootstrap(sorted(rows, key=lambda r: r.accepted), np.repeat(range(10), 40))
+    assert clustered.mean_length is not None
+    assert clustered.mean_length[1] - clustered.mean_length[0] > 3 * (high - low)
+
+
+def test_nothing_to_resample_has_no_interval() -> None:
+    """F69: one prompt, or nothing drafted."""
+    nothing = metrics.Intervals(None, None, None)
+    assert metrics.bootstrap([result(4, (2,), (1,))], (0,)) == nothing
+    assert metrics.bootstrap([result(4), result(4)], (0, 1)) == nothing
+    assert metrics.bootstrap([result(4, (0,), (0,))] * 2, (0, 1)) == nothing
+
+
+def test_reliability_by_hand() -> None:
+    probs = np.array([0.1, 0.1, 0.9, 0.7, 1.0])
+    found = metrics.reliability(probs, np.array([False, True, True, True, True]), 5)
+    assert [row["count"] for row in found["bins"]] == [2, 1, 2]
+    assert found["bins"][0] == {"count": 2, "confidence": pytest.approx(0.1), "accepted": 0.5}
+    by_hand = (2 * 0.4 + 1 * 0.3 + 2 * 0.05) / 5
+    assert found["expected_calibration_error"] == pytest.approx(by_hand)
+    nothing = metrics.reliability(np.zeros(0), np.zeros(0, bool), 5)
+    assert nothing == {"expected_calibration_error": None, "bins": []}

@@ -62,7 +62,7 @@ def test_runs_of_another_head_are_none(rows: list[Record]) -> None:
 def test_the_training_part_names_no_folder() -> None:
     card = (
         "---\ntags: [a]\n---\n\n# title\n\nTrained.\n\n- Command: `python train/eagle3.py"
-        " --target /home/me/models/smollm2 --data ~/x/answers.jsonl --out ../runs/e`\n"
+        " --target /srv/me/models/smollm2 --data ~/x/answers.jsonl --out ../runs/e`\n"
         "- See https://example.org/a/b and owner/name, 1/2.\n"
     )
     assert training_part(card) == (

@@ -10,12 +10,21 @@ import pytest
 
 from specjax.core.errors import DataError
 from specjax.evaluation import records
+from specjax.evaluation.config import EvalConfig
 from specjax.evaluation.records import Record
-from tests.evaluation.conftest import NEW
+from tests.evaluation.conftest import NEW, cell_of
 
 SCHEMA = {
     "schema_version": int,
     "run": str,
+    "cell": str,
+    "baseline_cell": str,
+    "error": type(None),
+    "fingerprints": dict,
+    "requests": int,
+    "prompts_sha256": str,
+    "prompts_source": str,
+    "chat_template": bool,
     "target": str,
     "head": str,
     "num_speculative_tokens": int,
@@ -30,6 +39,14 @@ SCHEMA = {
     "baseline_output_tokens_per_second": dict,
     "speedup": float,
     "speedup_same_dtype": float,
+    "time_to_first_token_seconds": dict,
+    "time_per_output_token_seconds": dict,
+    "latency_seconds": dict,
+    "compile_seconds": float,
+    "peak_memory_bytes": int,
+    "drafted_tokens": int,
+    "verified_tokens": int,
+    "accepted_tokens": int,
     "acceptance_rate_per_position": list,
     "acceptance_rate_per_position_conditional": list,
     "configuration": dict,
@@ -74,6 +91,13 @@ def test_known_acceptance_comes_out(rows: list[Record]) -> None:
     assert row["acceptance_rate"] == pytest.approx(32 / 44)
     assert row["acceptance_rate_per_position"] == [1.0, 1.0, 0.0]
     assert row["acceptance_rate_per_position_conditional"] == [1.0, 1.0, 0.0]
+    # All prompts fare alike, so resampling them changes nothing.
+    assert row["mean_acceptance_length_interval"] == (3.0, 3.0)
+    assert row["acceptance_rate_per_position_interval"] == ((1.0, 1.0), (1.0, 1.0), (0.0, 0.0))
+    counts = (row["drafted_tokens"], row["verified_tokens"], row["accepted_tokens"])
+    assert counts == (48, 44, 32)
+    assert row["calibration"] is None  # this head has no confidences
+    assert (row["accuracy"], row["answers_known"]) == (None, 0)
     shares = row["time_shares"]
     assert shares["draft"] + shares["verify"] + shares["other"] == pytest.approx(1)
 
@@ -87,20 +111,43 @@ def test_speedup_is_against_the_faster_baseline(rows: list[Record]) -> None:
 
 def test_append_keeps_earlier_records_and_leaves_no_partial_file(tmp_path: Path) -> None:
     for i in range(2):
-        records.append([{"schema_version": 1, "n": i, "x": float("inf")}], tmp_path)
+        records.append([{"schema_version": 2, "n": i, "x": float("inf")}], tmp_path)
     assert [row["n"] for row in records.read(tmp_path)] == [0, 1]
     assert records.read(tmp_path)[0]["x"] is None
     assert [path.name for path in tmp_path.iterdir()] == ["results.jsonl"]
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [('{"schema_version": 99}', "schema_version 99"), ("{", "not a line of JSON"), ("3", "None")],
-)
-def test_unreadable_results_are_named(tmp_path: Path, text: str, words: str) -> None:
-    (tmp_path / "results.jsonl").write_text(text)
-    with pytest.raises(DataError, match=f"results.jsonl:1: .*{words}"):
+def test_records_that_are_not_whole_are_told_and_skipped(tmp_path: Path, capsys: Any) -> None:
+    """A truncated line, another schema, what is no record: the others are read."""
+    path = tmp_path / "results.jsonl"
+    lines = ['{"schema_version": 2, "cell": 0}', "", "3", '{"schema_version": 99}']
+    path.write_bytes("\n".join(lines).encode() + b'\n{"x": "\xff"}\n{"schema_ver')
+    # What is added next is not glued to the truncated line.
+    records.append([{"schema_version": 2, "cell": 1}], tmp_path)
+    faults: list[str] = []
+    assert [row["cell"] for row in records.read(tmp_path, faults.append)] == [0, 1]
+    assert [fault.split(":")[1] for fault in faults] == ["3", "4", "5", "6"]
+    assert "schema_version 99" in faults[1] and "no whole record" in faults[3]
+    records.read(tmp_path)
+    assert capsys.readouterr().err.count("specjax: warning: ") == 4
+    records.forget({0}, tmp_path)
+    assert [row["cell"] for row in records.read(tmp_path)] == [1]
+
+
+def test_no_results_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no results at .*results\.jsonl"):
         records.read(tmp_path)
+
+
+def test_a_failure_is_a_record_of_the_schema(config: EvalConfig) -> None:
+    context = records.Context("now", {"jax": "0"})
+    row = records.failure(cell_of(config), MemoryError("much\n  too much"), "tiny", context)
+    assert row["error"] == "MemoryError: much too much"
+    assert row["head"] == row["head_source"] == "known"
+    assert row["configuration"]["num_speculative_tokens"] == row["num_speculative_tokens"] == 3
+    assert row["speedup"] is row["identical"] is None
+    mistake = records.failure(cell_of(config), DataError("no file"), "tiny", context)
+    assert mistake["error"] == "no file"
 
 
 def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: Any) -> None:

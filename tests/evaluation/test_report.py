@@ -6,10 +6,14 @@ import copy
 import io
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
+from specjax.core.errors import DataError
 from specjax.evaluation import records, report
+from specjax.evaluation.config import EvalConfig
 from specjax.evaluation.records import Record
+from tests.evaluation.conftest import cell_of
 
 
 def wide(rows: list[Record]) -> list[Record]:
@@ -18,7 +22,7 @@ def wide(rows: list[Record]) -> list[Record]:
     row |= {"head": "gemma4_mtp", "num_speculative_tokens": 15, "concurrency": 128}
     row |= {"output_tokens_per_second": 123456.7, "decode_tokens_per_second": 123456.7}
     row |= {"prompts": 1319, "identical": 1319, "speedup_low": 10.01, "speedup_high": 10.99}
-    row |= {"acceptance_rate_per_position": [0.5] * 15}
+    row |= {"acceptance_rate_per_position": [0.5] * 15, "head_source": "runs/a/head"}
     row |= {"acceptance_rate_per_position_conditional": [0.5] * 15}
     return [*rows, row]
 
@@ -67,3 +71,39 @@ def test_report_of_all_records(rows: list[Record], tmp_path: Path) -> None:
     assert "| gemma4_mtp | 15 |" in text
     tables = [line for line in text.splitlines() if line.startswith("|")]
     assert all(line.endswith("|") for line in tables)
+
+
+def test_runs_are_told_apart_by_what_differs(rows: list[Record]) -> None:
+    warm = copy.deepcopy(rows[1]) | {"temperature": 0.8, "head_source": "runs/b/head"}
+    cold = copy.deepcopy(rows[1]) | {"head_source": "runs/a/head"}
+    both = [rows[0], cold, warm]
+    assert report.telling(both) == {"T": "temperature", "from": "head_source"}
+    header, lines = report.summary(both)
+    told = [dict(zip(header, line, strict=True)) for line in lines]
+    assert [(row["T"], row["from"]) for row in told[1:]] == [("0.0", "a"), ("0.8", "b")]
+    assert max(map(len, shown(both).splitlines())) <= 100
+    assert report.telling(rows) == {}
+
+
+def test_failures_are_remarks_and_no_lines(rows: list[Record], config: EvalConfig) -> None:
+    context = records.Context("now", {})
+    bad = records.failure(cell_of(config), DataError("no such head"), "tiny", context)
+    assert "FAILED: known, 3 tokens: no such head" in shown([*rows, bad])
+    assert len(report.summary([*rows, bad])[1]) == 2
+    assert "no such head" in shown([bad])
+
+
+@pytest.mark.parametrize(
+    ("path", "others", "short"),
+    [
+        ("a/b/c", ["a/x/c", "a/b/c"], "b"),
+        ("a/b", ["a/b/c"], "b"),
+        ("a/b/c", ["a/b"], "c"),
+        ("/m/one", ["/n/one"], "m"),
+        ("ngram", ["a/b"], "ngram"),
+        ("p/gsm8k.jsonl", ["p/gsm8k.jsonl"], "gsm8k.jsonl"),
+        ("bfloat16", [], "bf16"),
+    ],
+)
+def test_short_names(path: str, others: list[str], short: str) -> None:
+    assert report._short(path, others) == short

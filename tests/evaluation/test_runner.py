@@ -11,11 +11,7 @@ from typing import Any
 import pytest
 
 from specjax import eval as door
-from specjax import targets
-from specjax.core.params import init_params
 from specjax.evaluation import records, runner
-from specjax.io.hf import save_checkpoint
-from tests.evaluation.known import CONFIG
 
 
 def test_a_run_writes_everything(recorded: Any, tmp_path: Path, capsys: Any) -> None:
@@ -63,25 +59,6 @@ def test_sampled_texts_are_not_compared(recorded: Any, subject: Any) -> None:
     assert row["speedup"] > 0
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: Any) -> Path:
-    """Save a tiny target with a tokenizer: the words w0 ... w60."""
-    import jax
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    path = tmp_path_factory.mktemp("target")
-    target = targets.from_config(CONFIG)
-    params = init_params(target.specs(), jax.random.key(0))
-    save_checkpoint(target.specs(), params, CONFIG, path)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(61)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1")
-    fast.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}w2"
-    fast.save_pretrained(path)
-    return path
-
-
 def call(argv: list[str], capsys: Any) -> str:
     """Run `specjax eval` and return its one line of error, "" where it went well."""
     code = door.main([*argv, "Eval.repeats=1"])
@@ -99,7 +76,7 @@ def call(argv: list[str], capsys: Any) -> str:
         ('{"question": "w3"}', "prompts.jsonl:1: expected .turns."),
         (
             '{"turns": ["w3"]}\n{"turns": ["' + "w3 " * 120 + '"]}',
-            "prompts.jsonl:2: a prompt of 121",
+            "prompts.jsonl:2: a prompt of 121 .* the target's longest context of 128",
         ),
     ],
 )
@@ -112,14 +89,19 @@ def test_bad_prompts(
     argv = ["--target", str(checkpoint), "--head", "none", "--prompts", str(prompts)]
     error = call([*argv, "--out", str(tmp_path / "out"), "Eval.max_new_tokens=16"], capsys)
     assert re.search(words, error), error
+    assert not (tmp_path / "out").exists()  # nothing half-written
 
 
 def test_missing_head_and_unwritable_out(checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
     prompts = tmp_path / "p.jsonl"
     prompts.write_text('{"turns": ["w3"]}')
-    argv = ["--target", str(checkpoint), "--prompts", str(prompts)]
+    argv = ["--target", str(checkpoint), "--prompts", str(prompts), "Eval.max_new_tokens=16"]
     out = ["--out", str(tmp_path / "out")]
     assert "missing" in call([*argv, "--head", "missing", *out], capsys)
+    assert "no MTP modules" in call([*argv, "--head", "mtp", *out], capsys)
+    many = [*argv, "--head", "ngram", *out, "Eval.num_speculative_tokens=4000"]
+    assert "has 64 positions in all" in call(many, capsys)
+    assert not (tmp_path / "out").exists()
     out = ["--out", str(prompts / "below-a-file")]
     assert "cannot be made" in call([*argv, "--head", "none", *out], capsys)
 
@@ -129,9 +111,15 @@ def test_baseline_alone_from_files(checkpoint: Path, tmp_path: Path, capsys: Any
     prompts.write_text('{"turns": ["w3 w4", "w5"]}\n{"turns": ["w6"]}\n{"turns": ["w7"]}')
     argv = ["--target", str(checkpoint), "--head", "none", "--prompts", str(prompts)]
     argv += ["--out", str(tmp_path / "out"), "Eval.max_new_tokens=4", "Eval.num_prompts=2"]
-    assert call(argv, capsys) == ""
+    assert call([*argv, "Eval.enable_thinking=True"], capsys) == ""
     (row,) = records.read(tmp_path / "out")
-    assert (row["head"], row["prompts"], row["target"]) == ("none", 2, checkpoint.name)
-    assert row["notes"] == ["1 prompts have further turns; only their first was asked."]
+    assert (row["head"], row["prompts"], row["requests"]) == ("none", 2, 3)
+    assert row["target"] == checkpoint.name
+    assert row["notes"] == [
+        "Prompts were rendered with the target's own chat template, enable_thinking=True.",
+        "Later turns are asked after the answers that the target gave without a head, the same in"
+        " every run.",
+    ]
+    assert row["identical"] == 2
     assert json.dumps(row, allow_nan=False)
     assert "Eval.num_prompts = 2" in (tmp_path / "out" / "config.gin").read_text()

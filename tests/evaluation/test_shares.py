@@ -12,14 +12,12 @@ import pytest
 from specjax.decode.engine import Engine, _run_rounds
 from specjax.evaluation import measure, shares
 from specjax.evaluation.config import EvalConfig
-from specjax.evaluation.measure import Variant
 from specjax.evaluation.subject import Subject
 
 
 @pytest.fixture(scope="module")
 def engine(subject: Subject, config: EvalConfig) -> Engine:
-    variant = Variant("float32", subject.head, subject.head_params, 3)
-    return measure.make_engine(subject, variant, measure.engine_settings(config))
+    return measure.make_engine(subject, measure.speculative(config, subject))
 
 
 def test_staged_round_equals_the_fused_one(engine: Engine, subject: Subject) -> None:

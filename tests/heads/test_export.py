@@ -99,6 +99,8 @@ def make(name: str) -> tuple[Any, Any, Borrowed, Any]:
         ("dspark", "original", "deepspec"),
         ("dspark-mapped", "speculators", "speculators"),
         ("mtp", "speculators", "speculators"),
+        ("eagle3", "own", "own"),
+        ("dspark-mapped", "own", "own"),
     ],
 )
 def test_an_export_drafts_as_the_head_did(

@@ -10,6 +10,7 @@ import pytest
 
 from scripts import export_head
 from specjax import heads, targets
+from specjax.evaluation import records
 from specjax.heads.base import Borrowed, borrow
 from specjax.heads.eagle3.config import Eagle3Config
 from specjax.heads.eagle3.head import Eagle3Head
@@ -28,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     kept = np.arange(0, 2 * 64, 2)
     params = head.init(jax.random.key(0), borrow(target, weights), kept)
     heads.save(head, params, root / "head", "float32")
-    (root / "head" / "README.md").write_text("# eagle3\n\n- Data: /home/me/answers.jsonl.\n")
+    (root / "head" / "README.md").write_text("# eagle3\n\n- Data: /srv/me/answers.jsonl.\n")
     return root
 
 
@@ -66,7 +67,8 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capsys: Any) -> Non
     assert export_head.main(command(folder, tmp_path, "--layout=zlab")) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: eagle3 heads cannot be written in 'zlab'")
-    (tmp_path / "results.jsonl").write_text(json.dumps({"schema_version": 1, "head": "dflash"}))
+    record = {"schema_version": records.SCHEMA_VERSION, "head": "dflash", "error": None}
+    (tmp_path / "results.jsonl").write_text(json.dumps(record))
     more = ("--layout=original", f"--results={tmp_path / 'results.jsonl'}")
     assert export_head.main(command(folder, tmp_path / "x", *more)) == 2
     assert "no run of a head of kind 'eagle3'" in capsys.readouterr().err
