@@ -217,8 +217,10 @@ def remarks(rows: Sequence[Record]) -> list[str]:
             continue
         rates = row["baseline_output_tokens_per_second"]
         if row["head"] == "none":
-            each = ", ".join(f"{number(rate, ',.1f')} in {name}" for name, rate in rates.items())
-            said.append(f"Baseline{apart}: {each} tokens/s; speedups are against the fastest.")
+            parts = [f"{number(rate, ',.1f')} tokens/s in {name}" for name, rate in rates.items()]
+            said.append(
+                f"Baseline{apart}: {', '.join(parts)}; speedups are against the fastest."
+            )
             continue
         name = plots.label(row) + apart
         if row["dtype"] != row["baseline_dtype"]:

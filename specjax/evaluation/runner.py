@@ -100,6 +100,8 @@ def run_sweep(
             for row in measure(window, opened, base, done, console, keep_going=len(cells) > 1):
                 records.append([row], directory)
                 done.add(row["cell"])
+                if operative:  # not before there is a record that it belongs to
+                    records.write_whole(directory / "config.gin", operative)
                 for note in row["notes"]:
                     if note not in said:
                         console.print(note, highlight=False)
@@ -114,8 +116,6 @@ def run_sweep(
             records.append(rows, directory)
     wanted = {key for cell in cells for key in (cell.key, cell.baseline)}
     rows = [row for row in records.read(directory) if row["cell"] in wanted]
-    if operative:
-        records.write_whole(directory / "config.gin", operative)
     report.write(directory)
     report.show(rows, console)
     console.print(f"Results: {directory}", highlight=False)
