@@ -6,8 +6,9 @@ each. Nothing is replicated silently: a dimension that does not divide is refuse
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from specjax.core.errors import ConfigError
 from specjax.core.mesh_config import AXES, MeshConfig
-from specjax.core.params import ParamSpec, is_spec
+from specjax.core.params import ParamSpec, is_spec, leaves_with_names
 
 PyTree = Any
 Rules = Mapping[str, tuple[str, ...]]
@@ -58,72 +59,113 @@ def make_mesh(config: MeshConfig) -> Mesh:
     )
 
 
-def table(strategy: Rules, config: MeshConfig) -> Rules:
-    """Return a strategy's table with a configuration's changes."""
-    return {**strategy, **config.changes}
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A mesh and a table: how anything with named axes lies on it. Hashable, so static in jit.
 
-
-def partition(spec: ParamSpec, mesh: Mesh, rules: Rules) -> PartitionSpec:
-    """Return how a weight is split.
-
-    Raises:
-        ConfigError: a dimension that does not divide, two dimensions on one mesh axis, or a
-            logical axis without a rule; names the weight.
+    Attributes:
+        mesh: the devices.
+        rules: logical axis to mesh axes.
     """
-    parts: list[tuple[str, ...] | str | None] = []
-    taken: dict[str, str] = {}
-    for size, axis in zip(spec.shape, spec.axes, strict=True):
-        if axis is not None and axis not in rules:
-            raise ConfigError(f"{spec.hf}: no rule for the axis {axis!r}")
-        split = tuple(a for a in (rules[axis] if axis else ()) if mesh.shape[a] > 1)
-        ways = math.prod(mesh.shape[a] for a in split)
-        if size % ways:
-            raise ConfigError(
-                f"{spec.hf}: {axis} of {size} does not divide over {' x '.join(split)} of {ways};"
-                f" choose another mesh, or set Mesh.rules '{axis}='"
-            )
-        for a in split:
-            if a in taken:
+
+    mesh: Mesh
+    rules: tuple[tuple[str, tuple[str, ...]], ...]
+
+    @classmethod
+    def of(cls, config: MeshConfig, strategy: Rules, mesh: Mesh | None = None) -> Layout:
+        """Return a strategy with a configuration's changes, on its mesh or one at hand.
+
+        Raises:
+            ConfigError: see `make_mesh`.
+        """
+        rules = {**strategy, **config.changes}
+        return cls(make_mesh(config) if mesh is None else mesh, tuple(rules.items()))
+
+    def spec(self, axes: Sequence[str | None], shape: Sequence[int], name: str) -> PartitionSpec:
+        """Return how an array is split.
+
+        Args:
+            axes: logical axis of each dimension, None for one that is not split.
+            shape: its shape.
+            name: of the array, for messages.
+
+        Raises:
+            ConfigError: a dimension that does not divide, two dimensions on one mesh axis, or a
+                logical axis without a rule.
+        """
+        rules = dict(self.rules)
+        parts: list[tuple[str, ...] | str | None] = []
+        taken: dict[str, str] = {}
+        for size, axis in zip(shape, axes, strict=True):
+            if axis is not None and axis not in rules:
+                raise ConfigError(f"{name}: no rule for the axis {axis!r}")
+            split = tuple(a for a in (rules[axis] if axis else ()) if self.mesh.shape[a] > 1)
+            ways = math.prod(self.mesh.shape[a] for a in split)
+            if size % ways:
                 raise ConfigError(
-                    f"{spec.hf}: {taken[a]} and {axis} both lie on the mesh axis {a}: change one"
-                    " in Mesh.rules"
+                    f"{name}: {axis} of {size} does not divide over {' x '.join(split)} of {ways};"
+                    f" choose another mesh, or set Mesh.rules '{axis}='"
                 )
-            taken[a] = str(axis)
-        parts.append(split[0] if len(split) == 1 else split or None)
-    # As jax writes those of results: others would be another type, and compile once more.
-    while parts and parts[-1] is None:
-        parts.pop()
-    return PartitionSpec(*parts)
+            for a in split:
+                if a in taken:
+                    raise ConfigError(
+                        f"{name}: {taken[a]} and {axis} both lie on the mesh axis {a}: change one"
+                        " in Mesh.rules"
+                    )
+                taken[a] = str(axis)
+            parts.append(split[0] if len(split) == 1 else split or None)
+        # As jax writes those of results: others would be another type, and compile once more.
+        while parts and parts[-1] is None:
+            parts.pop()
+        return PartitionSpec(*parts)
 
+    def weight(self, spec: ParamSpec) -> NamedSharding:
+        """Return the sharding of a weight.
 
-def shardings(specs: PyTree, mesh: Mesh, rules: Rules) -> PyTree:
-    """Return the sharding of every weight of a tree of ParamSpec.
+        Raises:
+            ConfigError: see `spec`.
+        """
+        return NamedSharding(self.mesh, self.spec(spec.axes, spec.shape, spec.hf))
 
-    Raises:
-        ConfigError: see `partition`.
-    """
-    return jax.tree.map(
-        lambda spec: NamedSharding(mesh, partition(spec, mesh, rules)), specs, is_leaf=is_spec
-    )
+    def weights(self, specs: PyTree) -> PyTree:
+        """Return the sharding of every weight of a tree of ParamSpec.
 
+        Raises:
+            ConfigError: see `spec`.
+        """
+        return jax.tree.map(self.weight, specs, is_leaf=is_spec)
 
-def of_batch(mesh: Mesh, rules: Rules) -> NamedSharding:
-    """Return the sharding of arrays whose axis 0 are the rows of a batch."""
-    return NamedSharding(mesh, PartitionSpec(rules["batch"]))
+    def named(self, specs: PyTree, params: PyTree) -> PyTree:
+        """Return the sharding of every array of a tree, found by its name in a tree of ParamSpec.
 
+        What is not described there is held whole everywhere.
 
-def replicated(mesh: Mesh) -> NamedSharding:
-    """Return the sharding of what every device holds whole."""
-    return NamedSharding(mesh, PartitionSpec())
+        Raises:
+            ConfigError: see `spec`.
+        """
+        known = dict(leaves_with_names(specs))
+        flat, structure = jax.tree_util.tree_flatten_with_path(params)
+        names = (jax.tree_util.keystr(path).lstrip(".") for path, _ in flat)
+        found = [self.weight(known[name]) if name in known else self.whole for name in names]
+        return jax.tree_util.tree_unflatten(structure, found)
 
+    @property
+    def rows(self) -> NamedSharding:
+        """The sharding of arrays whose axis 0 are the rows of a batch."""
+        return NamedSharding(self.mesh, PartitionSpec(dict(self.rules)["batch"]))
 
-def check_batch(rows: int, mesh: Mesh, rules: Rules, name: str) -> None:
-    """Refuse a batch whose rows cannot be split evenly.
+    @property
+    def whole(self) -> NamedSharding:
+        """The sharding of what every device holds whole."""
+        return NamedSharding(self.mesh, PartitionSpec())
 
-    Raises:
-        ConfigError: names the setting and the mesh axes.
-    """
-    axes = rules["batch"]
-    ways = math.prod(mesh.shape[a] for a in axes)
-    if rows % ways:
-        raise ConfigError(f"{name} {rows} does not divide over {' x '.join(axes)} of {ways}")
+    def check_rows(self, count: int, name: str) -> None:
+        """Refuse a batch whose rows cannot be split evenly.
+
+        Raises:
+            ConfigError: names the setting and the mesh axes.
+        """
+        axes = dict(self.rules)["batch"]
+        ways = math.prod(self.mesh.shape[a] for a in axes)
+        if count % ways:
+            raise ConfigError(f"{name} {count} does not divide over {' x '.join(axes)} of {ways}")

@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
-from specjax.core import sharding
 from specjax.core.mesh_config import MeshConfig
 from specjax.core.params import leaves_with_names
+from specjax.core.sharding import SERVED, TRAINED, Layout, make_mesh
 from specjax.training.partition import Partition
 from specjax.training.step import TrainState
 
@@ -20,65 +20,51 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """A mesh and the tables that say what is split over it.
+    """The layouts of a run on one mesh.
 
     Attributes:
-        mesh: the devices.
-        served: table of weights that are only read.
-        trained: table of weights that are trained.
+        served: of weights that are only read.
+        trained: of weights that are trained, and of batches.
     """
 
-    mesh: Mesh
-    served: sharding.Rules
-    trained: sharding.Rules
+    served: Layout
+    trained: Layout
 
     @classmethod
     def of(cls, config: MeshConfig, batch_size: int, name: str = "Trainer.batch_size") -> Placement:
-        """Make the mesh of a run.
-
-        Args:
-            config: its axes.
-            batch_size: rows of a batch.
-            name: of the setting that says so.
+        """Make the mesh of a run whose batches have `batch_size` rows, as the setting `name` says.
 
         Raises:
             ConfigError: too few devices, or a batch that cannot be split.
         """
-        mesh = sharding.make_mesh(config)
-        served, trained = (
-            sharding.table(strategy, config) for strategy in (sharding.SERVED, sharding.TRAINED)
-        )
-        sharding.check_batch(batch_size, mesh, trained, name)
-        return cls(mesh, served, trained)
+        mesh = make_mesh(config)
+        found = cls(*(Layout.of(config, strategy, mesh) for strategy in (SERVED, TRAINED)))
+        found.trained.check_rows(batch_size, name)
+        return found
 
     def target(self, specs: PyTree) -> PyTree:
         """Return the shardings of a target's weights, as `targets.load` takes them.
 
         Raises:
-            ConfigError: see `core.sharding.partition`.
+            ConfigError: see `Layout.spec`.
         """
-        return sharding.shardings(specs, self.mesh, self.served)
+        return self.served.weights(specs)
 
     def batch(self, batch: PyTree) -> PyTree:
         """Put the rows of a host batch where they belong."""
-        return jax.device_put(batch, sharding.of_batch(self.mesh, self.trained))
+        return jax.device_put(batch, self.trained.rows)
 
     def leaves(self, head: Any, partition: Partition) -> tuple[PyTree, PyTree]:
         """Return the shardings of a head's (trained, frozen) leaves.
 
         A head that does not describe its weights is held whole everywhere.
         """
-        whole = sharding.replicated(self.mesh)
         specs = dict(leaves_with_names(head.specs())) if hasattr(head, "specs") else {}
         parts: tuple[dict[str, NamedSharding], dict[str, NamedSharding]] = ({}, {})
         for name, is_trained in zip(partition.names, partition.trained, strict=True):
+            layout = self.trained if is_trained else self.served
             spec = specs.get(name)
-            rules = self.trained if is_trained else self.served
-            parts[not is_trained][name] = (
-                whole
-                if spec is None
-                else NamedSharding(self.mesh, sharding.partition(spec, self.mesh, rules))
-            )
+            parts[not is_trained][name] = layout.whole if spec is None else layout.weight(spec)
         return parts
 
     def state(
@@ -91,7 +77,7 @@ class Placement:
             rule: the optimiser.
             leaves: shardings of the trained leaves.
         """
-        whole = sharding.replicated(self.mesh)
+        whole = self.trained.whole
         where = TrainState(
             step=whole,
             trained=leaves,

@@ -25,7 +25,8 @@ def test_configurations_refused(given: dict, message: str) -> None:
 def test_changes() -> None:
     config = MeshConfig(tensor=2, expert=4, rules=("mlp=tensor+expert", "vocab="))
     assert config.devices == 8
-    table = sharding.table(sharding.SERVED, config)
+    mesh = sharding.make_mesh(MeshConfig())
+    table = dict(sharding.Layout.of(config, sharding.SERVED, mesh).rules)
     assert (table["mlp"], table["vocab"]) == (("tensor", "expert"), ())
     assert table["heads"] == ("tensor",)
 
@@ -42,12 +43,14 @@ def test_partitions_by_name() -> None:
     assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
     experts = ParamSpec((4, 6, 8), ("experts", "mlp", "embed"), "w")
     norm = ParamSpec((8,), (None,), "n")
-    served = sharding.partition(experts, mesh, sharding.SERVED)
-    assert served == P("expert", "tensor")
-    trained = sharding.partition(experts, mesh, sharding.TRAINED)
-    assert trained == P("expert", "tensor", "fsdp")
-    tree = sharding.shardings({"a": experts, "b": norm}, mesh, sharding.SERVED)
+    layout = sharding.Layout.of(config, sharding.SERVED, mesh)
+    assert layout.weight(experts).spec == P("expert", "tensor")
+    trained = sharding.Layout.of(config, sharding.TRAINED, mesh)
+    assert trained.weight(experts).spec == P("expert", "tensor", "fsdp")
+    tree = layout.weights({"a": experts, "b": norm})
     assert tree["b"].spec == P()
+    found = layout.named({"a": experts}, {"a": 0, "c": 1})
+    assert (found["a"].spec, found["c"].spec) == (tree["a"].spec, P())
     array = jax.device_put(jax.numpy.zeros((4, 6, 8)), tree["a"])
     assert array.addressable_shards[0].data.shape == (2, 3, 8)
 
@@ -65,14 +68,14 @@ def test_what_cannot_be_split_is_refused_by_name(
     spec: ParamSpec, rules: tuple[str, ...], message: str
 ) -> None:
     config = MeshConfig(tensor=4, rules=rules)
-    table = sharding.table(sharding.SERVED, config)
+    layout = sharding.Layout.of(config, sharding.SERVED)
     with pytest.raises(ConfigError, match=message):
-        sharding.partition(spec, sharding.make_mesh(config), table)
+        layout.weight(spec)
 
 
 @pytest.mark.devices8
 def test_a_batch_that_does_not_divide() -> None:
-    mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=2))
-    sharding.check_batch(8, mesh, sharding.SERVED, "Trainer.batch_size")
+    layout = sharding.Layout.of(MeshConfig(data=2, fsdp=2), sharding.SERVED)
+    layout.check_rows(8, "Trainer.batch_size")
     with pytest.raises(ConfigError, match=r"Trainer\.batch_size 6 does not divide over data x fs"):
-        sharding.check_batch(6, mesh, sharding.SERVED, "Trainer.batch_size")
+        layout.check_rows(6, "Trainer.batch_size")
