@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from specjax.core.mesh_config import MeshConfig
+
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
@@ -33,6 +35,8 @@ class EngineConfig:
             argmax; for argmax drafts only (greedy requests, or draft_sampling "greedy").
         verify_widths: up to three numbers of tokens, over the whole batch, at which the verify
             pass is compiled; the full width is added. () spreads four.
+        mesh: devices that rounds are spread over: lanes over data and fsdp, the products of target
+            and head over tensor, experts over expert.
         cost_table: JSON file of what drafting and verifying cost (`decode.costs`); "" profiles
             them at start-up.
     """
@@ -48,4 +52,5 @@ class EngineConfig:
     confidence_threshold: float = 0.5
     argmax_confidence: bool = False
     verify_widths: tuple[int, ...] = ()
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     cost_table: str = ""

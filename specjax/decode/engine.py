@@ -19,10 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.core.errors import PairingError, RequestError
+from specjax.core.sharding import SERVED, Layout
 from specjax.decode import round as rounds_module
 from specjax.decode.compiles import CompileClock
 from specjax.decode.config import EngineConfig
 from specjax.decode.costs import Costs, profile, read_costs
+from specjax.decode.placement import put_weights
 from specjax.decode.requests import Request, Result, RunTimes
 from specjax.decode.round import Decoder, RoundState, Weights, init_state
 from specjax.decode.schedule import Schedule, choose_widths
@@ -54,9 +56,9 @@ def _prefill_chunk(
     return rounds_module.prefill_chunk(decoder, weights, state, chunk, valid, following)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _insert(state: RoundState, lane: jax.Array, single: RoundState) -> RoundState:
-    return rounds_module.insert(state, lane, single)
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _insert(decoder: Decoder, state: RoundState, lane: jax.Array, single: RoundState) -> RoundState:
+    return rounds_module.insert(decoder, state, lane, single)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -105,6 +107,7 @@ class Engine:
 
         Raises:
             PairingError: more drafts asked for than the head can give, or none of its taps exist.
+            ConfigError: a mesh that the machine, the lanes or the weights do not fit.
         """
         config = config or EngineConfig()
         if head is None:
@@ -126,6 +129,12 @@ class Engine:
                 f"the {head.name} head taps layers {head.taps}; the target has 0..{layers}"
             )
         self.config = config
+        layout = None
+        if config.mesh.devices > 1:
+            layout = Layout.of(config.mesh, SERVED)
+            layout.check_rows(config.concurrency, "Engine.concurrency")
+            params = put_weights(layout, target.specs(), params, "target")
+            head_params = put_weights(layout, head.specs(), head_params, f"{head.name} head")
         self.weights = Weights(target=params, head=head_params)
         self.decoder = Decoder(
             target=target,
@@ -134,6 +143,7 @@ class Engine:
             stop_ids=tuple(target.info.stop_ids if stop_ids is None else stop_ids),
             greedy_drafts=config.draft_sampling == "greedy",
             schedule=_schedule_of(config, k),
+            layout=layout,
         )
         dtype = jax.tree.leaves(params)[0].dtype
         on_cpu = jax.default_backend() == "cpu"
@@ -322,7 +332,7 @@ class _Run:
             index = self.queue.popleft()
             self.started[index] = self._now()
             single = self.engine.prefill(self.requests[index], self.capacity)
-            state = _insert(state, jnp.int32(lane), single)
+            state = _insert(self.engine.decoder, state, jnp.int32(lane), single)
             jax.block_until_ready(state.lengths)
             self.first_token[index] = self._now()
             self.lane_request[lane] = index

@@ -17,7 +17,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from specjax.core.sharding import Layout
 from specjax.core.stack import Stacked
+from specjax.decode.placement import constrain
 from specjax.decode.schedule import Schedule, admit, run_scheduled, run_width
 from specjax.heads.base import (
     DraftContext,
@@ -45,6 +47,7 @@ class Decoder:
         stop_ids: tokens that end a text.
         greedy_drafts: draft the head's argmax whatever the request's sampling.
         schedule: which drafts are verified; None verifies all.
+        layout: of what is carried on, on a mesh; None on one device.
     """
 
     target: Target
@@ -53,6 +56,7 @@ class Decoder:
     stop_ids: tuple[int, ...]
     greedy_drafts: bool = False
     schedule: Schedule | None = None
+    layout: Layout | None = None
 
 
 @struct.dataclass
@@ -112,7 +116,7 @@ def init_state(decoder: Decoder, batch: int, capacity: int, cache_dtype: str) ->
     k = decoder.num_speculative_tokens
     room = capacity + k + 1
     zeros = jnp.zeros((batch,), jnp.int32)
-    return RoundState(
+    state = RoundState(
         cache=decoder.target.init_cache(batch, room, cache_dtype),
         head=decoder.head.init_state(batch, room, cache_dtype),
         tokens=jnp.zeros((batch, capacity), jnp.int32),
@@ -125,6 +129,7 @@ def init_state(decoder: Decoder, batch: int, capacity: int, cache_dtype: str) ->
         rounds=zeros,
         survival=jnp.zeros((batch, k), jnp.float32),
     )
+    return constrain(decoder.layout, state, batch)
 
 
 def propose(decoder: Decoder, weights: Weights, state: RoundState) -> Proposal:
@@ -273,7 +278,8 @@ def one_round(decoder: Decoder, weights: Weights, state: RoundState) -> RoundSta
         head_state = observe(
             decoder, weights, state.head, inputs, out, verdict.tokens, emitted, start
         )
-    return after.replace(head=head_state, survival=survival)
+    after = after.replace(head=head_state, survival=survival)
+    return constrain(decoder.layout, after, len(state.lengths))
 
 
 def rounds(
@@ -342,7 +348,7 @@ def prefill_chunk(
     tokens = jax.vmap(lambda row, i, new: row.at[i].set(new, mode="drop"))(state.tokens, at, token)
     budget = state.budget - emitted
     stopped = contains_stop(token[:, None], emitted, decoder.stop_ids)
-    return state.replace(
+    after = state.replace(
         cache=cache,
         head=head_state,
         tokens=tokens,
@@ -350,9 +356,12 @@ def prefill_chunk(
         budget=budget,
         done=stopped | (budget <= 0),
     )
+    return constrain(decoder.layout, after, len(state.lengths))
 
 
-def insert(state: RoundState, lane: Int[Array, ""], single: RoundState) -> RoundState:
+def insert(
+    decoder: Decoder, state: RoundState, lane: Int[Array, ""], single: RoundState
+) -> RoundState:
     """Put a prefilled batch of one into lane `lane`; nothing of the old lane remains."""
 
     def put(all_lanes: PyTree, one: PyTree) -> PyTree:
@@ -365,4 +374,5 @@ def insert(state: RoundState, lane: Int[Array, ""], single: RoundState) -> Round
             all_lanes, one.astype(all_lanes.dtype), lane, axis
         )
 
-    return jax.tree.map(put, state, single, is_leaf=lambda leaf: isinstance(leaf, Stacked))
+    after = jax.tree.map(put, state, single, is_leaf=lambda leaf: isinstance(leaf, Stacked))
+    return constrain(decoder.layout, after, len(state.lengths))

@@ -200,7 +200,7 @@ def test_no_transfer_inside_the_loop(target: Any, params: Any, prompts: Any) -> 
     engine = Engine(target, params, config=dataclasses.replace(BASE, num_speculative_tokens=0))
     state = engine_module._init_state(engine.decoder, 1, 64, "float32")
     single = engine.prefill(Request(prompts[1], 8), 64)
-    state = engine_module._insert(state, jnp.int32(0), single)
+    state = engine_module._insert(engine.decoder, state, jnp.int32(0), single)
     limit = jax.device_put(jnp.int32(4))
     with jax.transfer_guard("disallow"):
         state, ran = engine_module._run_rounds(engine.decoder, engine.weights, state, limit)
@@ -233,7 +233,7 @@ def test_head_state_sees_exactly_what_was_committed(
     state = engine_module._init_state(engine.decoder, 4, 128, "float32")
     for lane in range(4):
         single = engine.prefill(Request(prompts[lane], 30), 128)
-        state = engine_module._insert(state, jnp.int32(lane), single)
+        state = engine_module._insert(engine.decoder, state, jnp.int32(lane), single)
     for _ in range(6):
         state, _ = engine_module._run_rounds(engine.decoder, engine.weights, state, jnp.int32(3))
     for lane in range(4):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
@@ -25,6 +26,11 @@ class FullCache:
 
     k: Float[Array, "B N S D"]
     v: Float[Array, "B N S E"]
+
+    AXES: ClassVar[Mapping[str, tuple[str | None, ...]]] = {
+        "k": ("batch", "kv_heads", None, None),
+        "v": ("batch", "kv_heads", None, None),
+    }
 
 
 def empty(

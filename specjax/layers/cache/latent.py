@@ -9,6 +9,7 @@ layer and round.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
@@ -28,6 +29,9 @@ class LatentCache:
     """
 
     latent: Float[Array, "B S C"]
+
+    # All heads read the same latents: nothing to split but the rows.
+    AXES: ClassVar[Mapping[str, tuple[str | None, ...]]] = {"latent": ("batch", None, None)}
 
 
 @dataclasses.dataclass(frozen=True)

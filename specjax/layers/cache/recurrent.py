@@ -8,6 +8,7 @@ the first n tokens is then one masked product.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
@@ -28,6 +29,11 @@ class RecurrentCache:
 
     state: Float[Array, "B M D E"]
     tail: Float[Array, "B J C"]
+
+    AXES: ClassVar[Mapping[str, tuple[str | None, ...]]] = {
+        "state": ("batch", "heads", None, None),
+        "tail": ("batch", None, None),
+    }
 
 
 @struct.dataclass

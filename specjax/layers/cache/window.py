@@ -8,6 +8,7 @@ enter: a rejected draft never evicts a key that is still needed.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
@@ -29,6 +30,11 @@ class WindowCache:
 
     k: Float[Array, "B N R D"]
     v: Float[Array, "B N R E"]
+
+    AXES: ClassVar[Mapping[str, tuple[str | None, ...]]] = {
+        "k": ("batch", "kv_heads", None, None),
+        "v": ("batch", "kv_heads", None, None),
+    }
 
 
 def slot_positions(lengths: Int[Array, " B"], slots: int) -> Int[Array, "B R"]:
