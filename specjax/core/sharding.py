@@ -169,3 +169,27 @@ class Layout:
         ways = math.prod(self.mesh.shape[a] for a in axes)
         if count % ways:
             raise ConfigError(f"{name} {count} does not divide over {' x '.join(axes)} of {ways}")
+
+
+def constrain(
+    layout: Layout | None, x: jax.Array, axes: Sequence[str | None], name: str = "an activation"
+) -> jax.Array:
+    """Keep an activation of a compiled function where it belongs.
+
+    Rows that do not divide, as those of a single prompt, are not split.
+
+    Args:
+        layout: the layout; None leaves `x` to the compiler.
+        x: the activation.
+        axes: as in `Layout.spec`.
+        name: for messages.
+    """
+    if layout is None:
+        return x
+    rows = math.prod(layout.mesh.shape[a] for a in dict(layout.rules)["batch"])
+    split = [
+        None if axis == "batch" and size % rows else axis
+        for axis, size in zip(axes, x.shape, strict=True)
+    ]
+    where = NamedSharding(layout.mesh, layout.spec(split, x.shape, name))
+    return jax.lax.with_sharding_constraint(x, where)

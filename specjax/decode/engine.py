@@ -134,6 +134,7 @@ class Engine:
             layout = Layout.of(config.mesh, SERVED)
             layout.check_rows(config.concurrency, "Engine.concurrency")
             params = put_weights(layout, target.specs(), params, "target")
+            target = dataclasses.replace(target, layout=layout)
             head_params = put_weights(layout, head.specs(), head_params, f"{head.name} head")
         self.weights = Weights(target=params, head=head_params)
         self.decoder = Decoder(

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from specjax.core.sharding import Layout
 from specjax.layers.attention import attend, causal_mask
 from specjax.layers.documents import Documents
 from specjax.layers.packing import Packing, pack, spread
@@ -34,6 +35,7 @@ class Context:
         extra: what a family computes once for all of its layers.
         packing: the residual stream holds the real positions alone, `[1, N, H]`; None: `[B, T, H]`.
         documents: the texts of each row, None where it is one.
+        layout: how weights lie on a mesh; None on one device.
     """
 
     lengths: Int[Array, " B"]
@@ -46,6 +48,7 @@ class Context:
     extra: PyTree = None
     packing: Packing | None = None
     documents: Documents | None = None
+    layout: Layout | None = None
 
     @classmethod
     def of(
@@ -57,6 +60,7 @@ class Context:
         attend: Callable[..., jax.Array] = attend,
         packing: Packing | None = None,
         documents: Documents | None = None,
+        layout: Layout | None = None,
     ) -> Context:
         """Return the context of `length` new positions, every rope table computed once.
 
@@ -79,6 +83,7 @@ class Context:
             attend=attend,
             packing=packing,
             documents=documents,
+            layout=layout,
         )
 
     @property

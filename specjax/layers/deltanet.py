@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from specjax.core.errors import CheckpointError
 from specjax.core.params import ParamSpec
+from specjax.core.sharding import Layout, constrain
 from specjax.layers.cache.recurrent import (
     RecurrentCache,
     RecurrentKind,
@@ -128,7 +129,7 @@ class DeltaNetWeights:
             a=into_heads("in_proj_a", config.value_heads),
             out=ParamSpec((config.hidden, values), ("embed", "heads"), f"{prefix}out_proj.weight"),
             conv=ParamSpec(
-                (channels, 1, config.conv_kernel), ("heads", None, None), f"{prefix}conv1d.weight"
+                (channels, 1, config.conv_kernel), (None, None, None), f"{prefix}conv1d.weight"
             ),
             norm=ParamSpec((config.value_dim,), (None,), norm, init="ones", dtype="float32"),
             a_log=per_head("A_log", "zeros"),
@@ -145,6 +146,7 @@ def delta_net(
     chunk: int = 64,
     packing: Packing | None = None,
     documents: Documents | None = None,
+    layout: Layout | None = None,
 ) -> tuple[Float[Array, "B T H"], RecurrentUpdate]:
     """Run T new tokens through the layer; the cache is only read.
 
@@ -158,6 +160,7 @@ def delta_net(
             their own length; longer inputs are cut into equal ones.
         packing: with one, x and what is returned first are `[1, N, H]`.
         documents: the texts of each row; at the start of each, state and convolution are empty.
+        layout: how weights lie on a mesh; None on one device.
 
     Returns:
         (the shape and dtype of `x`, zeros at pads; what commit needs). All but the
@@ -171,11 +174,16 @@ def delta_net(
     u = jnp.where(real[..., None], spread(packing, linear(x, weights.qkv)), 0)
     if entry is None:
         entry = config.cache.empty(batch, 0, u.dtype.name)
+    # Queries, keys and values stand behind each other: their heads do not lie where the product
+    # that made them is split. All are gathered once, and each device goes on with its heads.
+    u = constrain(layout, u, ("batch", None, None))
     u = u.astype(entry.tail.dtype)  # as it will be cached: chunkings do not differ by rounding
     mixed = jax.nn.silu(_convolve(entry.tail, u, weights.conv, documents))
 
     def heads(part: jax.Array, count: int) -> jax.Array:
-        return part.reshape(batch, length, count, -1).swapaxes(1, 2)
+        part = constrain(layout, part, ("batch", None, None))
+        split = part.reshape(batch, length, count, -1).swapaxes(1, 2)
+        return constrain(layout, split, ("batch", "heads", None, None))
 
     keys = key_heads * config.key_dim
     q, k = (heads(part, key_heads) for part in (mixed[..., :keys], mixed[..., keys : 2 * keys]))

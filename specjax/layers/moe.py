@@ -110,6 +110,7 @@ def experts(
     activation: Activation,
     *,
     method: str = "auto",
+    dtype: Any = None,
 ) -> Float[Array, "N H"]:
     """Send N tokens through their experts.
 
@@ -125,9 +126,10 @@ def experts(
         probs: their weights.
         activation: of the gate, applied in float32.
         method: one of METHODS; "auto" chooses by platform and number of tokens.
+        dtype: of the result; None for that of `x`.
 
     Returns:
-        `[N, H]` in the dtype of `x`.
+        `[N, H]`.
 
     Raises:
         ValueError: an unknown method, or "ragged" for packed weights, which would unpack all.
@@ -151,7 +153,7 @@ def experts(
         default = chosen.pop("default")
         others = {platform: by(name) for platform, name in chosen.items() if name != default}
         y = jax.lax.platform_dependent(*arrays, default=by(default), **others)
-    return y.astype(x.dtype)
+    return y.astype(dtype or x.dtype)
 
 
 def _automatic(pairs: int, packed: bool) -> dict[str, str]:

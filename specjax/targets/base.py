@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from specjax.core.sharding import Layout
 from specjax.layers.blocks.dense import BlockConfig
 from specjax.layers.cache.full import FullKind
 from specjax.layers.cache.window import WindowKind
@@ -141,10 +142,18 @@ class Family:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A target without its weights: hashable, equal by value, static under `jax.jit`."""
+    """A target without its weights: hashable, equal by value, static under `jax.jit`.
+
+    Attributes:
+        family: what its architecture can do.
+        config: its sizes and how it is run.
+        layout: how its weights lie on a mesh; None on one device. Only what the compiler would not
+            split well by itself looks at it.
+    """
 
     family: Family
     config: Any
+    layout: Layout | None = None
 
     @property
     def info(self) -> TargetInfo:
@@ -200,7 +209,7 @@ class Target:
         if valid is None:
             valid = jnp.full((tokens.shape[0],), tokens.shape[1], jnp.int32)
         return self.family.forward(
-            params, self.config, tokens, valid, cache, taps, packing, documents
+            params, self.config, tokens, valid, cache, taps, packing, documents, self.layout
         )
 
     def commit(self, cache: Cache, update: tuple[PyTree, ...], n: Int[Array, " B"]) -> Cache:

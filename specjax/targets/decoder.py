@@ -19,6 +19,7 @@ from flax import struct
 from specjax.core.errors import CheckpointError
 from specjax.core.params import ParamSpec
 from specjax.core.published import required
+from specjax.core.sharding import Layout
 from specjax.core.stack import Segment, group, map_entries, pick, segments
 from specjax.layers.attention import attend_with
 from specjax.layers.blocks.dense import BlockConfig, norm_spec
@@ -54,7 +55,7 @@ class DecoderConfig:
         softcap: logits are `cap * tanh(logits / cap)`; None leaves them.
         norm_offset: norm weights are stored as an offset from 1.
         extra: what a family needs besides, e.g. per-layer inputs: a frozen description with
-            `abstract()` and `run(weights, tokens, x)`, whose result is `Context.extra`.
+            `abstract()` and `run(weights, tokens, x, layout)`, whose result is `Context.extra`.
         draft_block: the shape that a draft head's ordinary decoder blocks copy.
         draft_layer: the layer of its MTP modules, where these are not ordinary blocks.
         draft_modules: MTP modules that the checkpoint holds besides.
@@ -191,16 +192,18 @@ def forward(
     taps: tuple[int, ...],
     packing: Packing | None = None,
     documents: Documents | None = None,
+    layout: Layout | None = None,
 ) -> TargetOut:
     """Run the layers over T new positions (see `Target.forward`)."""
     batch, length = tokens.shape
     start = jnp.zeros((batch,), jnp.int32) if cache is None else cache.lengths
     ropes = [rope for kind in config.kinds for rope in kind.ropes]
-    ctx = Context.of(start, valid, length, ropes, attend_with(config.attention), packing, documents)
+    attend = attend_with(config.attention)
+    ctx = Context.of(start, valid, length, ropes, attend, packing, documents, layout)
     tokens = pack(packing, tokens)
     x = embed(params, config, tokens)
     if config.extra is not None:
-        ctx = dataclasses.replace(ctx, extra=config.extra.run(params.extra, tokens, x))
+        ctx = dataclasses.replace(ctx, extra=config.extra.run(params.extra, tokens, x, layout))
     entries = (None,) * len(params.layers) if cache is None else cache.layers
     x, streams, update = run_layers(
         config.kinds, config.segments, params.layers, entries, x, ctx, taps

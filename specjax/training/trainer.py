@@ -103,6 +103,8 @@ class Trainer:
         self.placement = Placement.of(config.mesh, config.batch_size)
         leaves, still = self.placement.leaves(head, self.partition)
         self.fixed = Fixed(frozen=jax.device_put(frozen, still), target=target_params)
+        if config.mesh.devices > 1:
+            target = dataclasses.replace(target, layout=self.placement.served)
         micro = config.epochs * batches.steps_per_epoch
         self.total = config.steps or math.ceil(micro / config.accumulation)
         rule = optim.optimizer(config.optim, self.total)

@@ -93,6 +93,7 @@ def on_mesh(target: Any, params: Any, cache: Any, tokens: Any, mesh: MeshConfig)
         jax.device_put(cache, where),
         jax.device_put(tokens, layout.rows),
     )
+    target = dataclasses.replace(target, layout=layout)
     return jit(verify_step(target), out_shardings=(None, where)).lower(*args).compile(), args
 
 
@@ -113,23 +114,61 @@ def collectives(program: Any) -> dict[str, collections.Counter]:
     found: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
     for line in program.as_text().splitlines():
         if kind := COLLECTIVE.search(line):
-            place = re.search(r'op_name="[^"]*?/(layer\d+|position\d+)', line)
+            place = re.search(r'op_name="[^"]*?[/(](layer\d+|position\d+)', line)
             found[place[1] if place else "outside"][kind[1]] += 1
     return found
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma4"])
-@pytest.mark.parametrize("loop", ["unroll", "scan"])
-def test_two_sums_a_layer(name: str, loop: str) -> None:
-    """Tensor parallel: the outputs of attention and MLP are added up; lanes need nothing at all."""
-    target, params = wide(name, loop)
+SUMS = {"all-reduce": 2}  # the outputs of attention and of the feed-forward are added up
+THREE = {"all-reduce": 3}
+GATHERED = {"all-reduce": 2, "all-gather": 1}  # and the inputs of a delta net's convolution
+TALK: dict[tuple[str, str], list[dict[str, int]]] = {
+    ("llama", "tensor"): [SUMS] * 3,
+    ("gemma4", "tensor"): [SUMS] * 3,
+    ("gemma4_e", "tensor"): [THREE] * 4,  # a layer's own inputs add to its stream too
+    ("qwen3_moe", "tensor"): [SUMS] * 3,
+    ("qwen3_moe", "expert"): [SUMS] * 3,
+    ("gemma4_moe", "tensor"): [SUMS] * 3,
+    ("gemma4_moe", "expert"): [THREE] * 3,  # the MLP beside the experts is split another way
+    ("deepseek_v3", "tensor"): [SUMS] * 3,
+    ("deepseek_v3", "expert"): [SUMS, THREE, THREE],  # and so is the shared expert
+    ("minimax_m2", "expert"): [THREE] * 3,  # its norms go over all heads
+    ("qwen3_5", "tensor"): [GATHERED, GATHERED, GATHERED, SUMS],
+}
+
+
+@pytest.mark.parametrize(("name", "mesh"), TALK)
+def test_talk_of_a_layer(name: str, mesh: str) -> None:
+    """What devices say to each other grows with depth as written above; lanes need none of it."""
+    target, params = wide(name)
+    cache, tokens = inputs(target, params)
+    found = collectives(on_mesh(target, params, cache, tokens, MESHES[mesh])[0])
+    outside = found.pop("outside")
+    assert [found[f"layer{i}"] for i in range(len(found))] == TALK[name, mesh]
+    # The rows of the embedding, split over the vocabulary; what all layers' own inputs come from.
+    assert outside == {"all-reduce": 1} | ({"all-gather": 1} if name == "gemma4_e" else {})
+    if mesh == "tensor":
+        assert not collectives(on_mesh(target, params, cache, tokens, MESHES["data"])[0])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_talk_of_a_scan(name: str) -> None:
+    """The loop over layers holds the talk of one layer."""
+    target, params = wide(name, "scan")
     cache, tokens = inputs(target, params)
     found = collectives(on_mesh(target, params, cache, tokens, MESHES["tensor"])[0])
-    layers = {place: kinds for place, kinds in found.items() if place != "outside"}
-    assert len(layers) >= (3 if loop == "unroll" else 1)
-    assert all(kinds == {"all-reduce": 2} for kinds in layers.values()), found
-    assert found["outside"] == {"all-reduce": 1}  # the embedding's rows, split over the vocabulary
-    assert not collectives(on_mesh(target, params, cache, tokens, MESHES["data"])[0])
+    assert found == {"position0": SUMS, "outside": {"all-reduce": 1}}
+
+
+def test_talk_without_a_layout() -> None:
+    """Left to the compiler, experts gather tokens: what the tests above would see."""
+    target, params = wide("qwen3_moe")
+    cache, tokens = inputs(target, params)
+    layout = Layout.of(MESHES["data"], SERVED)
+    where = shardings(layout, cache, LANES)
+    args = (params, jax.device_put(cache, where), jax.device_put(tokens, layout.rows))
+    step = jit(verify_step(target), out_shardings=(None, where)).lower(*args).compile()
+    assert all(kinds["all-gather"] for kinds in collectives(step).values())
 
 
 def test_weights_and_caches_are_nowhere_whole() -> None:

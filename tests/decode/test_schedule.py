@@ -39,6 +39,7 @@ def _forward(
     taps: Any,
     packing: Any = None,
     documents: Any = None,
+    layout: Any = None,
 ) -> TargetOut:
     shape = tokens.shape if packing is None else (1, packing.rows.shape[0])
     return TargetOut(jnp.zeros((*shape, 1)), jnp.zeros((0, *shape, 1)), ())

@@ -79,4 +79,4 @@ class DeepseekLayer:
         normed = rms_norm(x, weights.post_norm, eps)
         if isinstance(self.feed_forward, int):
             return x + mlp(weights.feed_forward, normed), new
-        return x + sparse_mlp(weights.feed_forward, self.feed_forward, normed), new
+        return x + sparse_mlp(weights.feed_forward, self.feed_forward, normed, ctx.layout), new

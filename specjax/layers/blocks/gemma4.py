@@ -22,6 +22,7 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from specjax.core.params import ParamSpec
+from specjax.core.sharding import Layout
 from specjax.layers.attention import KeyBlock
 from specjax.layers.blocks.dense import MlpWeights, norm_spec
 from specjax.layers.blocks.gemma4_inputs import InputWeights, take_in
@@ -284,7 +285,7 @@ class Gemma4Layer:
         inputs = None
         if self.inputs:
             inputs = jax.lax.dynamic_index_in_dim(ctx.extra, index, axis=2, keepdims=False)
-        return finish(weights, self, x, y, inputs), new
+        return finish(weights, self, x, y, inputs, ctx.layout), new
 
 
 def finish(
@@ -293,6 +294,7 @@ def finish(
     x: Float[Array, "B T H"],
     attended: Float[Array, "B T H"],
     inputs: Float[Array, "B T P"] | None = None,
+    layout: Layout | None = None,
 ) -> Float[Array, "B T H"]:
     """Return the residual stream after a layer, given what its attention gave.
 
@@ -302,13 +304,14 @@ def finish(
         x: the residual stream before it.
         attended: the attention's output.
         inputs: the layer's own inputs, if it has any.
+        layout: how weights lie on a mesh; None on one device.
     """
     eps = layer.attention.eps
     x = x + rms_norm(attended, weights.post_attention_norm, eps)
     y = gelu_mlp(weights.mlp, rms_norm(x, weights.pre_mlp_norm, eps))
     if layer.sparse is not None:
         assert weights.sparse is not None
-        y = join_experts(weights.sparse, layer.sparse, x, y)
+        y = join_experts(weights.sparse, layer.sparse, x, y, layout)
     x = x + rms_norm(y, weights.post_mlp_norm, eps)
     if layer.inputs:
         assert weights.inputs is not None and inputs is not None

@@ -16,6 +16,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from specjax.core.params import ParamSpec
+from specjax.core.sharding import Layout, constrain
 from specjax.layers.blocks.dense import norm_spec
 from specjax.layers.embedding import lookup
 from specjax.layers.gelu import gelu_tanh
@@ -74,7 +75,11 @@ class PerLayerInputs:
         )
 
     def run(
-        self, weights: PerLayerWeights, tokens: Int[Array, "B T"], x: Float[Array, "B T H"]
+        self,
+        weights: PerLayerWeights,
+        tokens: Int[Array, "B T"],
+        x: Float[Array, "B T H"],
+        layout: Layout | None = None,
     ) -> Float[Array, "B T L P"]:
         """Return the inputs of all layers.
 
@@ -82,11 +87,14 @@ class PerLayerInputs:
             weights: see PerLayerWeights.
             tokens: token ids.
             x: their embeddings, scaled.
+            layout: how weights lie on a mesh; None on one device.
         """
         shape = (*tokens.shape, self.layers, self.size)
         rows = lookup(weights.table, tokens)
         own = (rows * jnp.asarray(self.size**0.5, rows.dtype)).reshape(shape)
-        seen = (linear(x, weights.project) * self.hidden**-0.5).reshape(shape)
+        # Split over all layers' inputs, of which each layer wants its own: gathered once.
+        seen = constrain(layout, linear(x, weights.project), ("batch", None, None))
+        seen = (seen * self.hidden**-0.5).reshape(shape)
         return (rms_norm(seen, weights.norm, self.eps) + own) * 2**-0.5
 
 

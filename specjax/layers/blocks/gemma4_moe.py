@@ -17,12 +17,14 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from specjax.core.params import ParamSpec
+from specjax.core.sharding import Layout
 from specjax.layers.blocks.dense import norm_spec
 from specjax.layers.gelu import gelu_tanh
 from specjax.layers.linear import linear_f32
-from specjax.layers.moe import ExpertWeights, experts
+from specjax.layers.moe import ExpertWeights
+from specjax.layers.moe_mesh import mixture
 from specjax.layers.norm import rms_norm
-from specjax.layers.router import RouterConfig, route
+from specjax.layers.router import RouterConfig
 
 Weight = Any
 
@@ -97,6 +99,7 @@ def join_experts(
     config: SparseBranch,
     x: Float[Array, "B T H"],
     dense: Float[Array, "B T H"],
+    layout: Layout | None = None,
 ) -> Float[Array, "B T H"]:
     """Return the sum of both branches.
 
@@ -105,11 +108,17 @@ def join_experts(
         config: sizes.
         x: the residual stream that both branches read.
         dense: what the MLP made of it.
+        layout: how weights lie on a mesh; None on one device.
     """
     rows, eps = x.reshape(-1, config.hidden), config.eps
-    ids, probs = route(
-        router_logits(weights, config, rows), config.router, expert_scale=weights.expert_scale
+    mixed = mixture(
+        weights.experts,
+        rms_norm(rows, weights.pre_norm, eps),
+        router_logits(weights, config, rows),
+        config.router,
+        gelu_tanh,
+        expert_scale=weights.expert_scale,
+        layout=layout,
     )
-    mixed = experts(weights.experts, rms_norm(rows, weights.pre_norm, eps), ids, probs, gelu_tanh)
     sparse = rms_norm(mixed.reshape(x.shape), weights.post_norm, eps)
     return rms_norm(dense, weights.dense_norm, eps) + sparse

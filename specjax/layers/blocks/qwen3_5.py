@@ -18,6 +18,7 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from specjax.core.params import ParamSpec
+from specjax.core.sharding import Layout
 from specjax.layers.attention import KeyBlock
 from specjax.layers.blocks.dense import AttentionWeights, BlockConfig, MlpWeights, mlp
 from specjax.layers.blocks.sparse import SparseConfig, SparseWeights, sparse_mlp
@@ -142,6 +143,7 @@ def _run(
     eps: float,
     x: jax.Array,
     mixer: Callable[[jax.Array], tuple[jax.Array, Any]],
+    layout: Layout | None,
 ) -> tuple[jax.Array, Any]:
     """Run a mixer and a feed-forward, each behind a norm and beside the residual stream."""
     y, new = mixer(offset_norm(x, weights.input_norm, eps))
@@ -149,7 +151,7 @@ def _run(
     normed = offset_norm(x, weights.post_norm, eps)
     if isinstance(feed_forward, int):
         return x + mlp(weights.feed_forward, normed), new
-    return x + sparse_mlp(weights.feed_forward, feed_forward, normed), new
+    return x + sparse_mlp(weights.feed_forward, feed_forward, normed, layout), new
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,9 +198,10 @@ class DeltaNetLayer:
                 entry,
                 packing=ctx.packing,
                 documents=ctx.documents,
+                layout=ctx.layout,
             )
 
-        return _run(weights, self.feed_forward, self.mixer.eps, x, mixer)
+        return _run(weights, self.feed_forward, self.mixer.eps, x, mixer, ctx.layout)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,4 +246,4 @@ class GatedAttentionLayer:
         def mixer(normed: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
             return gated_attention(weights.mixer, self.mixer, normed, ctx, entry)
 
-        return _run(weights, self.feed_forward, self.mixer.eps, x, mixer)
+        return _run(weights, self.feed_forward, self.mixer.eps, x, mixer, ctx.layout)

@@ -15,10 +15,12 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from specjax.core.params import ParamSpec
+from specjax.core.sharding import Layout
 from specjax.layers.blocks.dense import MlpWeights, mlp
 from specjax.layers.linear import linear_f32
-from specjax.layers.moe import ExpertWeights, experts
-from specjax.layers.router import RouterConfig, route
+from specjax.layers.moe import ExpertWeights
+from specjax.layers.moe_mesh import mixture
+from specjax.layers.router import RouterConfig
 
 Weight = Any
 
@@ -87,8 +89,7 @@ class SparseWeights:
         names, count, hidden = config.names, config.router.experts, config.hidden
         bias = shared = shared_gate = None
         if names.bias:
-            axes = ("experts",)
-            bias = ParamSpec((count,), axes, prefix + names.bias, init="zeros", dtype="float32")
+            bias = ParamSpec((count,), (None,), prefix + names.bias, init="zeros", dtype="float32")
         if config.shared:
             shared = MlpWeights.abstract(hidden, config.shared, prefix + names.shared)
             if names.shared_gate:
@@ -106,12 +107,22 @@ class SparseWeights:
 
 
 def sparse_mlp(
-    weights: SparseWeights, config: SparseConfig, x: Float[Array, "B T H"]
+    weights: SparseWeights,
+    config: SparseConfig,
+    x: Float[Array, "B T H"],
+    layout: Layout | None = None,
 ) -> Float[Array, "B T H"]:
     """Send each position through its experts; exact, no position is dropped."""
     rows = x.reshape(-1, config.hidden)
-    ids, probs = route(linear_f32(rows, weights.gate), config.router, weights.bias)
-    y = experts(weights.experts, rows, ids, probs, jax.nn.silu).reshape(x.shape)
+    y = mixture(
+        weights.experts,
+        rows,
+        linear_f32(rows, weights.gate),
+        config.router,
+        jax.nn.silu,
+        choice_bias=weights.bias,
+        layout=layout,
+    ).reshape(x.shape)
     if weights.shared is None:
         return y
     shared = mlp(weights.shared, x)

@@ -70,4 +70,5 @@ class SparseLayer:
         normed = rms_norm(x, weights.input_norm, eps)
         y, new = attention(weights.attention, self.block, normed, ctx, entry)
         x = x + y
-        return x + sparse_mlp(weights.sparse, self.sparse, rms_norm(x, weights.post_norm, eps)), new
+        normed = rms_norm(x, weights.post_norm, eps)
+        return x + sparse_mlp(weights.sparse, self.sparse, normed, ctx.layout), new
