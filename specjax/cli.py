@@ -11,6 +11,9 @@ from specjax.core.errors import ConfigError, SpecJaxError, nearest
 # name -> (where its `main(argv) -> exit code` is, what it does). Imported when called.
 COMMANDS: dict[str, tuple[str, str]] = {
     "eval": ("specjax.eval:main", "measure decoding with and without a draft head"),
+    "tune": ("specjax.tune:main", "find the best number of speculative tokens, and the schedule"),
+    "doctor": ("specjax.doctor:main", "check platform, versions and numerics of this machine"),
+    "report": ("specjax.show_report:main", "rebuild the report of a run, or compare runs"),
     "targets": ("specjax.show_targets:main", "list the production targets, or describe one"),
     "heads": ("specjax.show_heads:main", "list the released draft heads, or describe one"),
 }

@@ -20,6 +20,7 @@ from specjax.core.errors import ConfigError, nearest
 REGISTRY: dict[str, str | Callable[..., Any]] = {
     "Eval": "specjax.evaluation.config:EvalConfig",
     "Sweep": "specjax.evaluation.config:SweepConfig",
+    "Tune": "specjax.evaluation.tune_config:TuneConfig",
     "Engine": "specjax.decode.config:EngineConfig",
     "Target": "specjax.targets.config:TargetConfig",
     "Trainer": "specjax.training.config:TrainerConfig",

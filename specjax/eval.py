@@ -1,6 +1,6 @@
 """Measure decoding with and without a draft head: `specjax eval`, `python -m specjax.eval`.
 
-usage: specjax eval [--target DIR] [--head DIR] [--prompts FILE] [--out DIR]
+usage: specjax eval [--target DIR] [--head DIR] [--prompts FILE] [--out DIR] [--trace N]
                     [--sweep NAME=V1,V2,...]... [Name.x=value ...]
 
 With no setting it evaluates the embedded default (configs/eval/default.gin). With --out naming the
@@ -22,6 +22,7 @@ SHORT = {
     "head": "Eval.head",
     "prompts": "Eval.prompts",
     "out": "Eval.out",
+    "trace": "Eval.trace",
     "sweep-cells": "Sweep.cells",
 }
 FLAGS = {

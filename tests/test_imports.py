@@ -17,13 +17,15 @@ RANK = {
     "heads": 3,
     "verify": 4,
     "decode": 5,
-    **dict.fromkeys(("training", "evaluation", "planner", "interop"), 6),
+    **dict.fromkeys(("training", "evaluation", "planner", "interop", "selfcheck"), 6),
 }
 # The doors and what configures them: everything lies below, and no package imports them.
 DOORS = {
     "cli",
     "eval",
+    "tune",
     "show_heads",
+    "show_report",
     "show_targets",
     "train_door",
     "doctor",

@@ -7,21 +7,17 @@ that pair, to the kind of prompts and to the sampling temperature they were meas
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
 from specjax.core.errors import PairingError
-from specjax.decode import engine as engine_module
-from specjax.decode import round as stages
-from specjax.decode.engine import Engine, fit_capacity
+from specjax.decode.engine import Engine
 from specjax.decode.requests import Request
 from specjax.evaluation import metrics
+from specjax.evaluation.playback import play
 from specjax.heads.dflash.calibration import (
     prefix_errors,
     prefix_products,
@@ -71,9 +67,6 @@ class Calibration:
     heldout: int
 
 
-_propose = functools.partial(jax.jit, static_argnums=0)(stages.propose)
-
-
 def record_rounds(
     engine: Engine,
     requests: Sequence[Request],
@@ -93,30 +86,14 @@ def record_rounds(
         raise PairingError(f"this {engine.decoder.head.name} head gives no confidences")
     if engine.decoder.schedule is not None:
         raise PairingError('calibration needs rounds verified in full: Engine.verification "fixed"')
-    lanes, capacity = engine.config.concurrency, fit_capacity(requests)
-    parts: list[tuple[np.ndarray, ...]] = []
-    for first in range(0, len(requests), lanes):
-        batch = list(range(first, min(first + lanes, len(requests))))
-        filled = batch + batch[:1] * (lanes - len(batch))  # one shape: a lane too many runs twice
-        singles = [engine.prefill(requests[i], capacity) for i in filled]
-        state = jax.tree.map(lambda *rows: jnp.concatenate(rows), *singles)
-        counts = np.zeros(lanes, int), np.zeros(lanes, int)
-        while not bool(state.done.all()):
-            running = ~np.asarray(state.done)
-            running[len(batch) :] = False
-            sure = np.asarray(_propose(engine.decoder, engine.weights, state).confidence)
-            state, _ = engine_module._run_rounds(
-                engine.decoder, engine.weights, state, jnp.int32(1)
-            )
-            now = tuple(np.asarray(x).sum(axis=1) for x in (state.accepted, state.drafted))
-            accepted, judged = (a - b for a, b in zip(now, counts, strict=True))
-            counts = now
-            parts.append((sure[running], accepted[running], judged[running]))
-            parts[-1] += (np.asarray(filled)[running],)
-        if on_batch is not None:
-            on_batch(batch[-1] + 1)
-    sure, accepted, judged, prompt = (np.concatenate(x) for x in zip(*parts, strict=True))
-    sure = np.clip(sure.astype(np.float64), _EDGE, 1 - _EDGE)
+    found = [each for each in play(engine, requests, on_batch) if each.confidence is not None]
+    width = engine.decoder.num_speculative_tokens
+    sure = np.asarray([each.confidence for each in found], np.float64).reshape(-1, width)
+    sure = np.clip(sure, _EDGE, 1 - _EDGE)
+    accepted, judged, prompt = (
+        np.asarray([getattr(each, name) for each in found])
+        for name in ("accepted", "verified", "request")
+    )
     return Rounds(np.log(sure) - np.log1p(-sure), accepted, judged, prompt)
 
 

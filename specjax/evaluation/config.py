@@ -50,6 +50,7 @@ class EvalConfig:
       repeats: how often each run is measured, in alternation.
       time_shares: time the stages of a round apart.
       calibration: measure how well the head's confidences are calibrated, where it has any.
+      trace: of how many prompts trace.html shows the texts, token by token, and what was drafted.
       out: directory of the results; "" is runs/<time>.
       target_options: how the target is held and run.
       ngram: settings of prompt lookup.
@@ -75,6 +76,7 @@ class EvalConfig:
     repeats: int = 3
     time_shares: bool = True
     calibration: bool = True
+    trace: int = 0
     out: str = ""
     target_options: TargetConfig = dataclasses.field(default_factory=TargetConfig)
     ngram: NgramConfig = dataclasses.field(default_factory=NgramConfig)
@@ -97,6 +99,7 @@ class EvalConfig:
             ("concurrency", 1),
             ("max_new_tokens", 1),
             ("repeats", 1),
+            ("trace", 0),
         ):
             if getattr(self, name) < least:
                 raise ConfigError(

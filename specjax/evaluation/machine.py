@@ -62,8 +62,8 @@ def peak_memory_bytes() -> int | None:
     since `reset_peak_memory`.
     """
     stats = [device.memory_stats() for device in jax.local_devices()]
-    peaks = [found["peak_bytes_in_use"] for found in stats if found]
-    if peaks:
+    peaks = [found.get("peak_bytes_in_use", 0) for found in stats if found]
+    if any(peaks):
         return int(max(peaks))
     try:
         for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():

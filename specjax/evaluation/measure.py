@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from specjax.core.errors import PairingError
@@ -125,7 +127,8 @@ def make_engine(subject: Subject, variant: Variant) -> Engine:
 
 def warmup_requests(requests: Sequence[Request], prefill_chunk: int, drafts: int) -> list[Request]:
     """Return few, short requests that compile every program that `requests` will run."""
-    chosen, seen = [], set()
+    chosen: list[Request] = []
+    seen: set[int] = set()
     for request in requests:
         length = len(request.prompt_ids)
         buckets = {
@@ -165,30 +168,34 @@ def run_alternating(
     passes: list[list[Pass]] = [[] for _ in variants]
     errors: dict[int, Exception] = {}
 
-    def step(i: int, requests: Sequence[Request], label: str) -> Pass | None:
-        """Run a variant; None if that fails and may."""
-        if i in errors:
-            return None
+    @contextlib.contextmanager
+    def attempt(i: int) -> Iterator[None]:
+        """Keep the error of a variant that may fail, whatever it is: out of memory, too."""
         try:
-            if i not in engines:
-                engines[i] = make_engine(subject, variants[i])
-            return _run(engines[i], requests, lambda: notify(label))
-        # Whatever it is, out of memory included: it is that variant's result.
+            yield
         except Exception as error:
             if not keep_going or variants[i].is_baseline:
                 raise
             errors[i] = error
-            return None
 
+    for i, variant in enumerate(variants):  # all, before anything takes time
+        with attempt(i):
+            engines[i] = make_engine(subject, variant)
     for i, variant in enumerate(variants):
-        chunk = variant.settings.prefill_chunk
-        few = warmup_requests(subject.requests, chunk, variant.num_speculative_tokens)
-        if (done := step(i, few, "warm-up")) is not None:
-            compiled[i] = done.times.compile
+        if i in errors:
+            continue
+        with attempt(i):
+            chunk = variant.settings.prefill_chunk
+            few = warmup_requests(subject.requests, chunk, variant.num_speculative_tokens)
+            compiled[i] += _run(engines[i], few, lambda: notify("warm-up")).times.compile
     for repeat in range(repeats):
         order = range(len(variants))
         for i in order if repeat % 2 == 0 else reversed(order):
-            if (done := step(i, subject.requests, variants[i].label)) is not None:
+            if i in errors:
+                continue
+            label = variants[i].label
+            with attempt(i):
+                done = _run(engines[i], subject.requests, functools.partial(notify, label))
                 passes[i].append(done)
                 compiled[i] += done.times.compile
     return [

@@ -56,9 +56,10 @@ def label(row: Record) -> str:
 def labels(rows: Sequence[Record]) -> list[str]:
     """Return names of runs; what differs between runs of one name is added."""
     names = [label(row) for row in rows]
-    for key in ("dtype", "concurrency", "temperature", "target"):
+    columns = {"dtype": "", "concurrency": "batch ", "temperature": "T ", "target": ""}
+    for key, short in columns.items():
         if len({row[key] for row in rows}) > 1:
-            names = [f"{name}\n{key} {row[key]}" for name, row in zip(names, rows, strict=True)]
+            names = [f"{name}\n{short}{row[key]}" for name, row in zip(names, rows, strict=True)]
     return names
 
 

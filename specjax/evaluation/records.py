@@ -62,11 +62,13 @@ class Findings:
         lossless: the comparison of texts.
         stages: time shares.
         calibration: how well the head's confidences are calibrated.
+        trace: a few texts token by token, see `trace.trace`.
     """
 
     lossless: Losslessness | None = None
     stages: StageTimes | None = None
     calibration: Record | None = None
+    trace: list[Record] | None = None
 
 
 def rates(passes: Sequence[Pass]) -> list[float | None]:
@@ -128,6 +130,7 @@ def record(
         **_acceptance(measured, subject.groups),
         "time_shares": None if found.stages is None else _shares(found.stages, measured.passes[0]),
         "calibration": found.calibration,
+        "trace": found.trace,
         "notes": list(subject.notes),
     }
 
@@ -329,7 +332,8 @@ def append(records: Iterable[Record], directory: Path) -> None:
 def forget(keys: Collection[str], directory: Path) -> None:
     """Take the records of these cells out of the directory's results."""
     write_whole(
-        directory / RESULTS, _lines(row for row in read(directory) if row["cell"] not in keys)
+        directory / RESULTS,
+        _lines(row for row in read(directory, lambda fault: None) if row["cell"] not in keys),
     )
 
 

@@ -5,21 +5,27 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from specjax.evaluation import plots, records
 from specjax.evaluation.records import Record
+from specjax.evaluation.sweep import DRAFTING_ENGINE
 
 WIDTH = 100  # columns that every table fits
 _COLUMNS = {
     "dtype": "dtype",
-    "batch": "concurrency",
-    "T": "temperature",
-    "prompts": "prompts_source",
+    "concurrency": "batch",
+    "temperature": "T",
+    "prompts_source": "prompts",
     "target": "target",
+    "head_source": "from",
 }
+# Settings that the tables show anyhow, or that stand in a column above under another name.
+_DRAFTING = {"head_source", *(f"engine.{name}" for name in DRAFTING_ENGINE)}
+_SHOWN = {"head", "num_speculative_tokens", "prompts", "trace", "out"}
 
 _TEMPLATE = """\
 # Evaluation of {{ rows[0].target }}
@@ -79,13 +85,21 @@ def summary(rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
             "accept. rate": percent(row["acceptance_rate"]),
             "identical": "sampled" if identical is None else f"{identical}/{row['prompts']}",
         }
-        for name in ("decode tok/s", "accept. rate", "same dtype")[: len(tell) - 2]:
-            del figures[name]  # room for what tells runs apart
         first = {"head": row["head"], "tokens": str(row["num_speculative_tokens"])}
         told = dict(zip(tell, _cells(row, tell, rows), strict=True))
         lines.append(first | told | figures)
+    for name in ("decode tok/s", "accept. rate", "same dtype"):
+        if _width(lines) > WIDTH:  # room for what tells runs apart
+            for line in lines:
+                del line[name]
     header = list(lines[0]) if lines else []
     return header, [list(line.values()) for line in lines]
+
+
+def _width(lines: Sequence[Mapping[str, str]]) -> int:
+    """Return how wide a table is whose headers fold at blanks and whose cells do not."""
+    cells = ((name, [line[name] for line in lines]) for name in (lines[0] if lines else ()))
+    return sum(1 + max(map(len, (*name.split(), *values))) for name, values in cells)
 
 
 def positions(rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
@@ -168,22 +182,43 @@ def latencies(rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
 
 
 def telling(rows: Sequence[Record]) -> dict[str, str]:
-    """Return what tells runs of one head and width apart: headers of columns, keys of records."""
+    """Return what tells runs of one head and width apart: headers of columns, names of settings."""
     drafting = [row for row in rows if row["head"] != "none"]
-    columns = {key: name for name, key in _COLUMNS.items() if _values(drafting, key) > 1}
+    each_set = [settings(row) for row in drafting]
+    names = {name for each in each_set for name in each} - _SHOWN
+    varying = {name for name in names if len({str(each.get(name)) for each in each_set}) > 1}
     kinds = {row["head"]: row["head_source"] for row in drafting}
-    if any(kinds[row["head"]] != row["head_source"] for row in drafting):
-        columns["head_source"] = "from"
-    return {name: key for key, name in columns.items()}
+    if all(kinds[row["head"]] == row["head_source"] for row in drafting):
+        varying.discard("head_source")
+    known = [name for name in _COLUMNS if name in varying]
+    others = sorted(varying - set(known))
+    return {_COLUMNS.get(name, name.rpartition(".")[2]): name for name in (*known, *others)}
 
 
-def _values(rows: Sequence[Record], key: str) -> int:
-    return len({str(row[key]) for row in rows})
+def settings(row: Record) -> dict[str, Any]:
+    """Return what a run was set to, as `engine.verification`; its head as where it came from."""
+    flat: dict[str, Any] = {}
+    for name, value in row["configuration"].items():
+        nested = value.items() if isinstance(value, dict) else ()
+        flat |= {f"{name}.{inner}": item for inner, item in nested} or {name: value}
+    return flat | {name: row[name] for name in _COLUMNS if name in row}
+
+
+def apart(row: Record, rows: Sequence[Record]) -> dict[str, str]:
+    """Return what tells a run apart from others of its head and width, by header of the column."""
+    tell = telling(rows)
+    return dict(zip(tell, _cells(row, tell, rows), strict=True))
 
 
 def _cells(row: Record, tell: Mapping[str, str], rows: Sequence[Record]) -> list[str]:
     """Return what stands in the columns that tell runs apart."""
-    return [_short(str(row[key]), [str(other[key]) for other in rows]) for key in tell.values()]
+    own, others = settings(row), [settings(other) for other in rows]
+    if row["head"] == "none":  # nor was it set to anything that only drafting depends on
+        own = {name: value for name, value in own.items() if name not in _DRAFTING}
+    return [
+        _short(str(own.get(name)), [str(other.get(name)) for other in others])
+        for name in tell.values()
+    ]
 
 
 def _short(path: str, others: Sequence[str]) -> str:
@@ -210,7 +245,7 @@ def remarks(rows: Sequence[Record]) -> list[str]:
     tell = telling(rows)
     for row in rows:
         which = zip(tell, _cells(row, tell, rows), strict=True)
-        apart = "".join(f", {name} {value}" for name, value in which)
+        apart = "".join(f", {name} {value}" for name, value in which if value)
         if row["error"]:
             drafts = row["num_speculative_tokens"]
             said.append(f"FAILED: {row['head']}, {drafts} tokens{apart}: {row['error']}")
@@ -218,9 +253,7 @@ def remarks(rows: Sequence[Record]) -> list[str]:
         rates = row["baseline_output_tokens_per_second"]
         if row["head"] == "none":
             parts = [f"{number(rate, ',.1f')} tokens/s in {name}" for name, rate in rates.items()]
-            said.append(
-                f"Baseline{apart}: {', '.join(parts)}; speedups are against the fastest."
-            )
+            said.append(f"Baseline{apart}: {', '.join(parts)}; speedups are against the fastest.")
             continue
         name = plots.label(row) + apart
         if row["dtype"] != row["baseline_dtype"]:
@@ -243,12 +276,14 @@ def remarks(rows: Sequence[Record]) -> list[str]:
 def show(rows: Sequence[Record], console: Console) -> None:
     """Print the tables and remarks."""
     width = min(console.width, WIDTH)
-    for title, (header, lines) in _tables(rows):
+    for title, (header, lines) in tables(rows):
         grid = Table(
             title=title, title_justify="left", pad_edge=False, collapse_padding=True, box=None
         )
         for i, name in enumerate(header):
-            grid.add_column(name, justify="left" if i == 0 else "right", overflow="fold")
+            # Folded here: rich would narrow the widest column first, whatever its cells need.
+            folded = name.replace(" ", "\n")
+            grid.add_column(folded, justify="left" if i == 0 else "right", overflow="fold")
         for line in lines:
             grid.add_row(*line)
         console.print(grid, width=width)
@@ -257,11 +292,10 @@ def show(rows: Sequence[Record], console: Console) -> None:
         console.print(remark, width=width, highlight=False, markup=False)
 
 
-def write(directory: Path) -> None:
-    """Write report.md and figures of all records in a results directory."""
+def write(directory: Path, rows: Sequence[Record]) -> None:
+    """Write report.md and figures of records into a results directory."""
     import jinja2
 
-    rows = records.read(directory)
     figures = plots.write_all(rows, directory)
     facts = rows[-1]["machine"]
     text = (
@@ -272,7 +306,7 @@ def write(directory: Path) -> None:
             notes=list(dict.fromkeys(note for row in rows for note in row["notes"])),
             tables=[
                 (title, {"header": header, "lines": lines})
-                for title, (header, lines) in _tables(rows)
+                for title, (header, lines) in tables(rows)
             ],
             remarks=remarks(rows),
             figures=[path.name for path in figures],
@@ -282,11 +316,12 @@ def write(directory: Path) -> None:
     records.write_whole(directory / "report.md", text)
 
 
-def _tables(rows: Sequence[Record]) -> list[tuple[str, tuple[list[str], list[list[str]]]]]:
-    tables = [
+def tables(rows: Sequence[Record]) -> list[tuple[str, tuple[list[str], list[list[str]]]]]:
+    """Return (title, (header, lines)) of every table that there are lines for."""
+    found = [
         ("Runs", summary(rows)),
         ("Acceptance by draft position", positions(rows)),
         ("Waiting, memory and answers", latencies(rows)),
         ("Time of one round", times(rows)),
     ]
-    return [(title, table) for title, table in tables if table[1]]
+    return [(title, table) for title, table in found if table[1]]

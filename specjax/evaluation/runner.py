@@ -27,6 +27,7 @@ from specjax.core.errors import DataError
 from specjax.evaluation import machine, metrics, records, report, shares
 from specjax.evaluation.calibrate import record_rounds, reliability
 from specjax.evaluation.config import EvalConfig, SweepConfig, listed
+from specjax.evaluation.html import page
 from specjax.evaluation.lossless import differences, tokens_compared
 from specjax.evaluation.measure import (
     Measured,
@@ -38,6 +39,7 @@ from specjax.evaluation.measure import (
 from specjax.evaluation.records import Context, Findings, Losslessness, Record
 from specjax.evaluation.subject import Opened, Subject, open_target, with_head, with_requests
 from specjax.evaluation.sweep import Cell, held, plan, windows
+from specjax.evaluation.trace import trace
 
 _CALIBRATED = 64  # requests whose rounds are enough to judge confidences by
 
@@ -86,13 +88,18 @@ def run_sweep(
     directory = writable(configs[0].out)
     said: set[str] = set()
     cells = plan(each for config in configs for each in listed(config))
-    if (directory / records.RESULTS).exists() and sweep.retry:
-        failed = {row["cell"] for row in records.read(directory) if row["error"]}
-        records.forget(failed & {cell.key for cell in cells}, directory)
-    done = _done(directory)
+    earlier = records.read(directory) if (directory / records.RESULTS).exists() else []
+    done = {row["cell"] for row in earlier}
+    if sweep.retry:
+        failed = {row["cell"] for row in earlier if row["error"]} & {cell.key for cell in cells}
+        if failed:
+            records.forget(failed, directory)
+            done -= failed
     todo = [cell for cell in cells if cell.key not in done]
     if len(todo) < len(cells):
         console.print(f"{len(cells) - len(todo)} of {len(cells)} cells are done already.")
+        if configs[0].trace and not todo:
+            console.print("Nothing is left to trace: texts are traced when a cell is measured.")
     load = _Loader(console)
     for window in windows(todo, sweep.together):
         try:
@@ -114,9 +121,10 @@ def run_sweep(
             name = load.name or window[0].config.target
             rows = [records.failure(cell, error, name, _context()) for cell in left]
             records.append(rows, directory)
-    wanted = {key for cell in cells for key in (cell.key, cell.baseline)}
-    rows = [row for row in records.read(directory) if row["cell"] in wanted]
-    report.write(directory)
+    every = records.read(directory, lambda fault: None)  # told above
+    rows = _of(cells, every)
+    report.write(directory, every)
+    page.write(directory, every)
     report.show(rows, console)
     console.print(f"Results: {directory}", highlight=False)
     return rows
@@ -200,7 +208,7 @@ def look_into(
     baselines: dict[str, Measured],
     tell: Tell,
 ) -> Findings:
-    """Compare the texts of a speculative run, time its stages and judge its confidences.
+    """Compare the texts of a speculative run, time its stages, judge its confidences, trace it.
 
     Args:
         config: of the run.
@@ -210,7 +218,7 @@ def look_into(
         tell: called with what goes on.
     """
     variant = measured.variant
-    lossless = stages = calibration = None
+    lossless = stages = calibration = traced = None
     if config.greedy:
         tell("texts")
         lossless = _compare(subject, measured, baselines)
@@ -222,7 +230,16 @@ def look_into(
         settings = dataclasses.replace(variant.settings, verification="fixed")
         engine = make_engine(subject, dataclasses.replace(variant, settings=settings))
         calibration = reliability(record_rounds(engine, subject.requests[:_CALIBRATED]))
-    return Findings(lossless, stages, calibration)
+    if config.trace:
+        tell("trace")
+        count = sum(group < config.trace for group in subject.groups)
+        traced = trace(
+            make_engine(subject, variant),
+            subject.requests[:count],
+            measured.passes[0].results[:count],
+            subject.decode,
+        )
+    return Findings(lossless, stages, calibration, traced)
 
 
 def writable(out: str) -> Path:
@@ -240,10 +257,12 @@ def writable(out: str) -> Path:
     return directory
 
 
-def _done(directory: Path) -> set[str]:
-    if not (directory / records.RESULTS).exists():
-        return set()
-    return {row["cell"] for row in records.read(directory)}
+def _of(cells: Sequence[Cell], rows: Sequence[Record]) -> list[Record]:
+    """Return the records of cells, those of one baseline behind it."""
+    by_key = {row["cell"]: row for row in rows}
+    groups = [(group[0].baseline, *(c.key for c in group)) for group in windows(cells, len(cells))]
+    keys = dict.fromkeys(key for group in groups for key in group)
+    return [by_key[key] for key in keys if key in by_key]
 
 
 def _context() -> Context:

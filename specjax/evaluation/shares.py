@@ -21,6 +21,7 @@ from specjax.decode import round as stages
 from specjax.decode.engine import Engine, fit_capacity
 from specjax.decode.requests import Request
 from specjax.decode.round import Decoder, RoundState, Weights
+from specjax.evaluation.playback import filled
 from specjax.heads.base import Proposal
 from specjax.targets.base import TargetOut
 from specjax.verify import Verdict, verify
@@ -155,8 +156,8 @@ def time_stages(engine: Engine, requests: Sequence[Request], most: int = 24) -> 
     lanes = engine.config.concurrency
     chosen = [requests[i % len(requests)] for i in range(lanes)]
     capacity = engine.config.capacity or fit_capacity(requests)
-    singles = [engine.prefill(request, capacity) for request in chosen]
-    state = jax.tree.map(lambda *rows: jnp.concatenate(rows), *singles)
+    engine.price(capacity)  # a schedule weighs costs
+    state = filled(engine, chosen, capacity)
     clock = _Clock()
     timed = 0
     # One more than asked: the first round compiles and is not counted.

@@ -17,7 +17,7 @@ from specjax.evaluation.config import EvalConfig
 
 # What only drafting depends on; baselines that differ in nothing else are one.
 _DRAFTING = ("num_speculative_tokens", "dtype", "time_shares", "calibration", "ngram")
-_DRAFTING_ENGINE = (
+DRAFTING_ENGINE = (
     "draft_sampling",
     "verification",
     "confidence_threshold",
@@ -91,7 +91,7 @@ def held(cell: Cell) -> str:
 def _cell(config: EvalConfig, prints: Mapping[str, str]) -> Cell:
     template = config.chat_template
     matters = dataclasses.asdict(config)
-    for name in ("target", "head", "prompts", "num_prompts", "out"):
+    for name in ("target", "head", "prompts", "num_prompts", "trace", "out"):
         del matters[name]
     matters["chat_template"] = (
         fingerprints.of_file(template) if isinstance(template, str) else template
@@ -103,7 +103,7 @@ def _cell(config: EvalConfig, prints: Mapping[str, str]) -> Cell:
     key = fingerprints.of_json([matters, prints])
     for name in _DRAFTING:
         matters.pop(name, None)
-    for name in _DRAFTING_ENGINE:
+    for name in DRAFTING_ENGINE:
         del engine[name]
     baseline = fingerprints.of_json([matters, {**prints, "head": "none"}])
     return Cell(config, prints, baseline if prints["head"] == "none" else key, baseline)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,14 @@ from typing import Any
 import pytest
 
 from specjax.core.errors import DataError
-from specjax.evaluation import records
+from specjax.evaluation import records, runner
 from specjax.evaluation.config import EvalConfig
 from specjax.evaluation.records import Record
+from specjax.evaluation.subject import Opened, Subject
+from specjax.heads.ngram import NgramHead
+from tests.decode.mixing import Mixed, Script
 from tests.evaluation.conftest import NEW, cell_of
+from tests.evaluation.known import VOCAB
 
 SCHEMA = {
     "schema_version": int,
@@ -162,3 +167,22 @@ def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: Any) -> N
         records.write_whole(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_head_with_confidences_is_judged_whatever_the_schedule(
+    config: EvalConfig, opened: Opened, base: Subject, subject: Subject
+) -> None:
+    """Confidences are judged on rounds verified in full, stages timed on scheduled ones."""
+    head = Mixed(NgramHead(), "greedy", VOCAB, confident=True)
+    sure = dataclasses.replace(opened, own_head=(head, Script((), subject.head_params)))
+    engine = dataclasses.replace(config.engine, verification="threshold")
+    cell = cell_of(dataclasses.replace(config, engine=engine, repeats=1))
+    row = list(runner.measure([cell], sure, base))[1]
+    found = row["calibration"]
+    assert 0 <= found["expected_calibration_error"] <= 1
+    assert len(found["expected_calibration_error_per_position"]) == 3
+    judged = sum(each["count"] for each in found["bins"])
+    assert found["rounds"] < judged <= 3 * found["rounds"]
+    assert row["time_shares"]["rounds_timed"] > 0
+    assert row["identical"] == 4
+    assert row["verified_tokens"] < row["drafted_tokens"]

@@ -63,7 +63,7 @@ def test_remarks_tell_of_the_other_dtype_and_of_differences(rows: list[Record]) 
 
 def test_report_of_all_records(rows: list[Record], tmp_path: Path) -> None:
     records.append(wide(rows), tmp_path)
-    report.write(tmp_path)
+    report.write(tmp_path, records.read(tmp_path))
     text = (tmp_path / "report.md").read_text()
     for name in ("throughput.png", "acceptance.png", "time_shares.png"):
         assert f"({name})" in text
@@ -83,6 +83,24 @@ def test_runs_are_told_apart_by_what_differs(rows: list[Record]) -> None:
     assert [(row["T"], row["from"]) for row in told[1:]] == [("0.0", "a"), ("0.8", "b")]
     assert max(map(len, shown(both).splitlines())) <= 100
     assert report.telling(rows) == {}
+
+
+def test_any_setting_tells_runs_apart(rows: list[Record]) -> None:
+    """Not the baseline, where only drafting depends on it; columns make room for its name."""
+    other = copy.deepcopy(rows[1])
+    other["configuration"]["engine"]["verification"] = "early_stop"
+    other |= {"prompts": 1319, "identical": 1319, "output_tokens_per_second": 123456.7}
+    both = [*rows, other]
+    assert report.telling(both) == {"verification": "engine.verification"}
+    header, lines = report.summary(both)
+    assert [dict(zip(header, line, strict=True))["verification"] for line in lines] == [
+        "",
+        "fixed",
+        "early_stop",
+    ]
+    assert "speedup" in header and "decode tok/s" not in header
+    text = shown(both)
+    assert "early_stop" in text and max(map(len, text.splitlines())) <= 100
 
 
 def test_failures_are_remarks_and_no_lines(rows: list[Record], config: EvalConfig) -> None:

@@ -8,10 +8,17 @@ import re
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from specjax import eval as door
-from specjax.evaluation import records, runner
+from specjax import heads, targets
+from specjax.core.params import init_params
+from specjax.evaluation import measure, records, runner
+from specjax.heads.base import borrow
+from specjax.heads.dflash.config import DFlashConfig
+from specjax.heads.dflash.head import DFlashHead
+from tests.evaluation.known import CONFIG
 
 
 def test_a_run_writes_everything(recorded: Any, tmp_path: Path, capsys: Any) -> None:
@@ -20,6 +27,8 @@ def test_a_run_writes_everything(recorded: Any, tmp_path: Path, capsys: Any) -> 
     assert {path.name for path in tmp_path.iterdir()} == {
         "results.jsonl",
         "report.md",
+        "report.html",
+        "figures",
         "config.gin",
         "throughput.png",
         "acceptance.png",
@@ -123,3 +132,26 @@ def test_baseline_alone_from_files(checkpoint: Path, tmp_path: Path, capsys: Any
     assert row["identical"] == 2
     assert json.dumps(row, allow_nan=False)
     assert "Eval.num_prompts = 2" in (tmp_path / "out" / "config.gin").read_text()
+
+
+def test_a_head_for_another_target_is_refused(
+    checkpoint: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line before anything runs; nothing is written. So, too, with more drafts than it has."""
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"turns": ["w3"]}')
+    for name, wider in (("fits", 1), ("other", 2)):
+        config = {**CONFIG, "hidden_size": wider * CONFIG["hidden_size"]}
+        target = targets.from_config(config)
+        params = init_params(target.specs(), jax.random.key(0))
+        settings = DFlashConfig(taps=(0,), block_size=4, mask_token_id=5, layers=1)
+        head = DFlashHead.for_target(target.info, settings)
+        weights = head.init(jax.random.key(0), borrow(target, params))
+        heads.save(head, weights, tmp_path / name)
+    argv = ["--target", str(checkpoint), "--prompts", str(prompts), "--out", str(tmp_path / "out")]
+    argv += ["Eval.max_new_tokens=16"]
+    monkeypatch.setattr(measure, "_run", None)  # nothing may run
+    assert "is for a target of width 32" in call([*argv, "--head", str(tmp_path / "other")], capsys)
+    argv += ["--head", str(tmp_path / "fits"), "Eval.num_speculative_tokens=9"]
+    assert "drafts at most 3" in call(argv, capsys)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,1 @@
+"""Whether this machine computes what it should: `specjax doctor`."""
