@@ -21,7 +21,8 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from specjax.core.errors import PairingError, SpecJaxError
+from specjax.cli import guarded
+from specjax.core.errors import PairingError
 
 
 def run(args: argparse.Namespace, console: Console) -> None:
@@ -85,12 +86,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--concurrency", type=int, default=8, help="default 8")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     args = parser.parse_args(argv)
-    try:
+
+    def body() -> int:
         run(args, Console(width=100))
-    except SpecJaxError as error:
-        Console(stderr=True).print(f"error: {error}", markup=False, soft_wrap=True)
-        return 2
-    return 0
+        return 0
+
+    return guarded(body)
 
 
 if __name__ == "__main__":

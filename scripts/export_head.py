@@ -23,7 +23,8 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from specjax.core.errors import CheckpointError, SpecJaxError
+from specjax.cli import guarded
+from specjax.core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from specjax.heads.export import Exported
@@ -107,12 +108,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     parser.add_argument("--bodies-only", action="store_true", help="without the target's rows")
     args = parser.parse_args(argv)
-    try:
+
+    def body() -> int:
         run(args, Console(width=100))
-    except SpecJaxError as error:
-        Console(stderr=True).print(f"error: {error}", markup=False, soft_wrap=True)
-        return 2
-    return 0
+        return 0
+
+    return guarded(body)
 
 
 if __name__ == "__main__":

@@ -66,8 +66,7 @@ def _report(runs: Sequence[Path], out: Path | None) -> None:
     if len(runs) == 1:
         directory = out or runs[0]
         report.show(each[0], console)
-        report.write(directory, each[0])
-        page.write(directory, each[0])
+        report.write(directory, each[0], page.write(directory, each[0]))
         console.print(f"Report: {directory / page.PAGE}", highlight=False, soft_wrap=True)
         return
     first = str(runs[0])

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from specjax.core.errors import ConfigError
 from specjax.core.mesh_config import AXES, MeshConfig
-from specjax.core.params import ParamSpec, is_spec, leaves_with_names
+from specjax.core.params import ParamSpec, is_spec
 
 PyTree = Any
 Rules = Mapping[str, tuple[str, ...]]
@@ -134,20 +134,6 @@ class Layout:
             ConfigError: see `spec`.
         """
         return jax.tree.map(self.weight, specs, is_leaf=is_spec)
-
-    def named(self, specs: PyTree, params: PyTree) -> PyTree:
-        """Return the sharding of every array of a tree, found by its name in a tree of ParamSpec.
-
-        What is not described there is held whole everywhere.
-
-        Raises:
-            ConfigError: see `spec`.
-        """
-        known = dict(leaves_with_names(specs))
-        flat, structure = jax.tree_util.tree_flatten_with_path(params)
-        names = (jax.tree_util.keystr(path).lstrip(".") for path, _ in flat)
-        found = [self.weight(known[name]) if name in known else self.whole for name in names]
-        return jax.tree_util.tree_unflatten(structure, found)
 
     @property
     def rows(self) -> NamedSharding:

@@ -75,8 +75,7 @@ def put_weights(layout: Layout, specs: PyTree, params: PyTree, what: str) -> PyT
     Raises:
         ConfigError: weights in packed storage that were not loaded onto the mesh.
     """
-    leaves = jax.tree.leaves(params)
-    if all(_is_on(layout, leaf) for leaf in leaves):
+    if all(_is_on(layout, leaf) for leaf in jax.tree.leaves(params)):
         return params
     plain = jax.tree.structure(jax.tree.map(lambda _: 0, specs, is_leaf=is_spec))
     if plain != jax.tree.structure(params):

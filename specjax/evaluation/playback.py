@@ -20,7 +20,8 @@ from specjax.decode import round as stages
 from specjax.decode.engine import Engine, fit_capacity
 from specjax.decode.requests import Request
 
-_propose = functools.partial(jax.jit, static_argnums=0)(stages.propose)
+propose = functools.partial(jax.jit, static_argnums=0)(stages.propose)
+"""The head's drafts of a round, as a program of their own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +87,7 @@ def play(
             given = tuple(int(t) for t in before.tokens[lane, at : before.lengths[lane]])
             yield Round(i, given, np.zeros(0, np.int32), 0, 0, 0, None)
         while not before.done.all():
-            proposal = jax.device_get(_propose(decoder, weights, state))
+            proposal = jax.device_get(propose(decoder, weights, state))
             state, _ = engine_module._run_rounds(decoder, weights, state, jnp.int32(1))
             after = _Seen(state)
             for lane, i in enumerate(batch):

@@ -1,4 +1,4 @@
-"""Reports: tables on the terminal, report.md and its figures."""
+"""Reports: tables on the terminal, and report.md."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from specjax.evaluation import plots, records
+from specjax.evaluation import records
 from specjax.evaluation.records import Record
 from specjax.evaluation.sweep import DRAFTING_ENGINE
 
@@ -255,7 +255,7 @@ def remarks(rows: Sequence[Record]) -> list[str]:
             parts = [f"{number(rate, ',.1f')} tokens/s in {name}" for name, rate in rates.items()]
             said.append(f"Baseline{apart}: {', '.join(parts)}; speedups are against the fastest.")
             continue
-        name = plots.label(row) + apart
+        name = label(row) + apart
         if row["dtype"] != row["baseline_dtype"]:
             said.append(
                 f"{name} ran in {row['dtype']}, but the baseline is faster in"
@@ -292,11 +292,23 @@ def show(rows: Sequence[Record], console: Console) -> None:
         console.print(remark, width=width, highlight=False, markup=False)
 
 
-def write(directory: Path, rows: Sequence[Record]) -> None:
-    """Write report.md and figures of records into a results directory."""
+def label(row: Record) -> str:
+    """Return the name of a run in sentences."""
+    if row["head"] == "none":
+        return "baseline"
+    return f"{row['head']}, {row['num_speculative_tokens']} tokens"
+
+
+def write(directory: Path, rows: Sequence[Record], figures: Sequence[str] = ()) -> None:
+    """Write report.md of records into a results directory.
+
+    Args:
+        directory: where.
+        rows: the records.
+        figures: paths of its figures, below the directory.
+    """
     import jinja2
 
-    figures = plots.write_all(rows, directory)
     facts = rows[-1]["machine"]
     text = (
         jinja2.Environment(autoescape=False, undefined=jinja2.StrictUndefined)
@@ -309,7 +321,7 @@ def write(directory: Path, rows: Sequence[Record]) -> None:
                 for title, (header, lines) in tables(rows)
             ],
             remarks=remarks(rows),
-            figures=[path.name for path in figures],
+            figures=figures,
             machine=", ".join(f"{key} {value}" for key, value in facts.items() if value),
         )
     )

@@ -123,8 +123,7 @@ def run_sweep(
             records.append(rows, directory)
     every = records.read(directory, lambda fault: None)  # told above
     rows = _of(cells, every)
-    report.write(directory, every)
-    page.write(directory, every)
+    report.write(directory, every, page.write(directory, every))
     report.show(rows, console)
     console.print(f"Results: {directory}", highlight=False)
     return rows

@@ -21,7 +21,7 @@ from specjax.decode import round as stages
 from specjax.decode.engine import Engine, fit_capacity
 from specjax.decode.requests import Request
 from specjax.decode.round import Decoder, RoundState, Weights
-from specjax.evaluation.playback import filled
+from specjax.evaluation.playback import filled, propose
 from specjax.heads.base import Proposal
 from specjax.targets.base import TargetOut
 from specjax.verify import Verdict, verify
@@ -68,9 +68,6 @@ class StageTimes:
     def other_share(self) -> float:
         """Share of the verdict and of writing it down."""
         return self.commit / self.total
-
-
-_propose = functools.partial(jax.jit, static_argnums=0)(stages.propose)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -129,7 +126,7 @@ class _Clock:
 def staged_round(engine: Engine, state: RoundState, clock: _Clock) -> RoundState:
     """Run one round stage by stage; the state is used up."""
     decoder, weights = engine.decoder, engine.weights
-    proposal = clock.run("propose", _propose, decoder, weights, state)
+    proposal = clock.run("propose", propose, decoder, weights, state)
     width, inputs, out, logits = clock.run("forward", _forward, decoder, weights, state, proposal)
     head_state, rest = state.head, state.replace(head=())
     after, start, emitted, verdict = clock.run(

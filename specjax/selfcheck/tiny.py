@@ -17,7 +17,7 @@ VOCAB = 96
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
-    "intermediate_size": 48,
+    "intermediate_size": 40,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -47,7 +47,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": _COMMON | {"model_type": "llama"},
     "qwen3": _COMMON | {"model_type": "qwen3"},
     "qwen3_moe": _COMMON | _EXPERTS | {"model_type": "qwen3_moe", "norm_topk_prob": True},
-    "qwen3_5": _COMMON
+    "qwen3_5": _COMMON  # three delta nets, then attention
     | {
         "model_type": "qwen3_5_text",
         "num_hidden_layers": 4,
@@ -57,19 +57,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 12,
         "linear_conv_kernel_dim": 4,
     },
-    "gemma4": _GEMMA4,
+    "gemma4": _GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
     "gemma4_moe": _GEMMA4
     | {
         "enable_moe_block": True,
         "num_experts": 8,
         "top_k_experts": 2,
-        "moe_intermediate_size": 16,
+        "moe_intermediate_size": 12,
     },
-    "gemma4_e": _GEMMA4
+    "gemma4_e": _GEMMA4  # the last two layers read what the first two keep
     | {
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": VOCAB,
     },
@@ -88,13 +89,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_group": 4,
         "topk_group": 2,
         "num_experts_per_tok": 3,
-        "moe_intermediate_size": 16,
+        "moe_intermediate_size": 12,
         "routed_scaling_factor": 2.5,
     },
     "minimax_m2": _COMMON
     | {
         "model_type": "minimax_m2",
-        "intermediate_size": 16,
+        "intermediate_size": 12,
         "rotary_dim": 4,
         "num_local_experts": 8,
         "num_experts_per_tok": 2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,7 +45,8 @@ class Trackers:
                 project=self._config.wandb,
                 dir=str(self._out),
                 name=self._out.name,
-                id=self._out.name,
+                # Of the whole path: folders of one name are other runs.
+                id=hashlib.sha256(str(self._out.resolve()).encode()).hexdigest()[:12],
                 resume="allow",
             )
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.core.errors import TrainingError
+from specjax.core.errors import ConfigError, TrainingError
 from specjax.data.dataset import Batches, Position
 from specjax.io.hf import write_json
 from specjax.targets.base import Target
@@ -94,7 +94,16 @@ class Trainer:
             head_params: its weights before training.
             batches: what to train on.
             heldout: what to measure on, in order.
+
+        Raises:
+            ConfigError: a mesh that does not fit, or noise on states that the head does not tap.
+            DataError: decoding is asked for, and no held-out row has a prompt.
         """
+        if config.feature_noise and not head.taps:
+            raise ConfigError(
+                f"Trainer.feature_noise acts on tapped states, and this {head.name} head taps none:"
+                " set it to 0"
+            )
         self.config, self.head = config, head
         self.batches, self.heldout = batches, heldout
         self.out = Path(config.out).expanduser()

@@ -14,105 +14,16 @@ from specjax import targets
 from specjax.core.params import map_specs
 from specjax.heads.base import Borrowed, DraftContext, Observation, Proposal
 from specjax.layers.sampling import PURPOSE_DRAFT, Sampling, draw
+from specjax.selfcheck.tiny import FAMILIES
 
 VOCAB, WINDOW = 64, 8
-_COMMON = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-}
-_GEMMA4 = _COMMON | {
-    "model_type": "gemma4_text",
-    "global_head_dim": 16,
-    "sliding_window": WINDOW,
-    "final_logit_softcapping": 20.0,
-    "rope_parameters": {
-        "full_attention": {
-            "rope_type": "proportional",
-            "rope_theta": 1e4,
-            "partial_rotary_factor": 0.25,
-        },
-        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-    },
-}
-_SLIDING, _FULL = "sliding_attention", "full_attention"
 CONFIGS: dict[str, dict[str, Any]] = {
-    "llama": _COMMON | {"model_type": "llama"},
-    "qwen3": _COMMON | {"model_type": "qwen3"},
-    "qwen3_moe": _COMMON
-    | {
-        "model_type": "qwen3_moe",
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "norm_topk_prob": True,
-    },
-    "qwen3_5": _COMMON  # three delta nets, then attention
-    | {
-        "model_type": "qwen3_5_text",
-        "num_hidden_layers": 4,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 12,
-        "linear_conv_kernel_dim": 4,
-    },
-    "gemma4": _GEMMA4
-    | {
-        "layer_types": [_SLIDING, _SLIDING, _FULL],
-        "attention_k_eq_v": True,
-        "num_global_key_value_heads": 1,
-    },
-    "gemma4_moe": _GEMMA4
-    | {
-        "layer_types": [_SLIDING, _SLIDING, _FULL],
-        "enable_moe_block": True,
-        "num_experts": 8,
-        "top_k_experts": 2,
-        "moe_intermediate_size": 12,
-    },
-    "gemma4_e": _GEMMA4  # the last two layers read what the first two keep
-    | {
-        "num_hidden_layers": 4,
-        "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL],
-        "num_kv_shared_layers": 2,
-        "use_double_wide_mlp": True,
-        "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": VOCAB,
-    },
-    "deepseek_v3": _COMMON
-    | {
-        "model_type": "deepseek_v3",
-        "num_key_value_heads": 4,
-        "first_k_dense_replace": 1,
-        "q_lora_rank": 20,
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 12,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 10,
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "n_group": 4,
-        "topk_group": 2,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 12,
-        "routed_scaling_factor": 2.5,
-    },
-    "minimax_m2": _COMMON
-    | {
-        "model_type": "minimax_m2",
-        "intermediate_size": 12,
-        "rotary_dim": 4,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    },
+    name: {
+        key: VOCAB if key.startswith("vocab_size") else value
+        for key, value in fields.items()
+        if key != "eos_token_id"  # tests say themselves what ends a text
+    }
+    for name, fields in FAMILIES.items()
 }
 
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from specjax.core.errors import DataError
 from specjax.evaluation import records, report
 from specjax.evaluation.config import EvalConfig
+from specjax.evaluation.html import page
 from specjax.evaluation.records import Record
 from tests.evaluation.conftest import cell_of
 
@@ -24,6 +25,8 @@ def wide(rows: list[Record]) -> list[Record]:
     row |= {"prompts": 1319, "identical": 1319, "speedup_low": 10.01, "speedup_high": 10.99}
     row |= {"acceptance_rate_per_position": [0.5] * 15, "head_source": "runs/a/head"}
     row |= {"acceptance_rate_per_position_conditional": [0.5] * 15}
+    for key in ("acceptance_rate_per_position", "acceptance_rate_per_position_conditional"):
+        row[f"{key}_interval"] = [[0.4, 0.6]] * 15
     return [*rows, row]
 
 
@@ -63,9 +66,10 @@ def test_remarks_tell_of_the_other_dtype_and_of_differences(rows: list[Record]) 
 
 def test_report_of_all_records(rows: list[Record], tmp_path: Path) -> None:
     records.append(wide(rows), tmp_path)
-    report.write(tmp_path, records.read(tmp_path))
+    every = records.read(tmp_path)
+    report.write(tmp_path, every, page.write(tmp_path, every))
     text = (tmp_path / "report.md").read_text()
-    for name in ("throughput.png", "acceptance.png", "time_shares.png"):
+    for name in ("figures/speedup.png", "figures/acceptance.png", "figures/time_shares.png"):
         assert f"({name})" in text
         assert (tmp_path / name).stat().st_size > 5000
     assert "| gemma4_mtp | 15 |" in text

@@ -30,11 +30,9 @@ def test_a_run_writes_everything(recorded: Any, tmp_path: Path, capsys: Any) -> 
         "report.html",
         "figures",
         "config.gin",
-        "throughput.png",
-        "acceptance.png",
     }
     assert (tmp_path / "config.gin").read_text() == "# settings"
-    assert (tmp_path / "acceptance.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "figures" / "acceptance.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     assert "a note" in printed
     assert "4/4" in printed

@@ -66,7 +66,7 @@ def test_bodies_alone_are_small_and_come_back(folder: Path, tmp_path: Path, caps
 def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capsys: Any) -> None:
     assert export_head.main(command(folder, tmp_path, "--layout=zlab")) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: eagle3 heads cannot be written in 'zlab'")
+    assert error.startswith("specjax: error: eagle3 heads cannot be written in 'zlab'")
     record = {"schema_version": records.SCHEMA_VERSION, "head": "dflash", "error": None}
     (tmp_path / "results.jsonl").write_text(json.dumps(record))
     more = ("--layout=original", f"--results={tmp_path / 'results.jsonl'}")

@@ -16,8 +16,11 @@ PAGE = "report.html"
 FIGURES = "figures"  # the folder of the same figures as files
 
 
-def write(directory: Path, rows: Sequence[Record]) -> None:
+def write(directory: Path, rows: Sequence[Record]) -> list[str]:
     """Write report.html, its figures as files, and trace.html where texts were traced.
+
+    Returns:
+        The paths of the figures as PNG, below the directory.
 
     Raises:
         DataError: something cannot be written.
@@ -30,6 +33,7 @@ def write(directory: Path, rows: Sequence[Record]) -> None:
     if traced:
         write_whole(directory / trace_page.PAGE, trace_page.render(traced))
     write_whole(directory / PAGE, page(rows, drawn, bool(traced)))
+    return [f"{FIGURES}/{each.name}.png" for each in drawn]
 
 
 def page(rows: Sequence[Record], drawn: Sequence[figures.Figure], traced: bool = False) -> str:
