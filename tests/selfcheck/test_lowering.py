@@ -18,8 +18,9 @@ from specjax.selfcheck.parity import programs
 from specjax.selfcheck.tiny import FAMILIES, HEADS
 
 PLATFORMS = ("rocm", "cuda")
-# Operations outside StableHLO that XLA expands by itself on every platform.
-_EXPANDED = {"top_k", "square", "erf", "tan", "asinh", "acosh", "atanh", "lgamma", "digamma"}
+# Operations outside StableHLO that XLA expands by itself on every platform (`scan`: running sums of
+# jax 0.12 on GPUs, to XLA's own instruction with an expander of its own).
+_EXPANDED = {"erf", "scan", "square", "top_k"}
 _CUSTOM = re.compile(r'custom_call @"?([\w.$]+)')
 
 
