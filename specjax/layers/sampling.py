@@ -40,15 +40,15 @@ class Sampling:
     They act in the order of the Hugging Face processors: temperature, top-k, top-p, min-p.
     """
 
-    temperature: Float[Array, "B"]
+    temperature: Float[Array, " B"]
     """Below `GREEDY_BELOW` the row is greedy and the other options do not matter."""
-    top_k: Int[Array, "B"]
+    top_k: Int[Array, " B"]
     """Keep tokens at least as probable as the k-th most probable (ties stay); 0 is off."""
-    top_p: Float[Array, "B"]
+    top_p: Float[Array, " B"]
     """Keep a token if those strictly more probable hold less than this mass; 1 is off."""
-    min_p: Float[Array, "B"]
+    min_p: Float[Array, " B"]
     """Keep tokens with at least this share of the largest probability; 0 is off."""
-    seed: UInt[Array, "B"]
+    seed: UInt[Array, " B"]
     """uint32."""
 
     @classmethod
@@ -75,7 +75,7 @@ class Sampling:
         )
 
     @property
-    def sampled(self) -> Bool[Array, "B"]:
+    def sampled(self) -> Bool[Array, " B"]:
         """True for the rows that are not greedy."""
         return self.temperature >= GREEDY_BELOW
 
@@ -102,9 +102,9 @@ def processed_probs(logits: Float[Array, "B *T V"], sampling: Sampling) -> Float
 def draw(
     logits: Float[Array, "B V"],
     sampling: Sampling,
-    position: Int[Array, "B"],
+    position: Int[Array, " B"],
     purpose: int | Int[Array, ""],
-) -> tuple[Int[Array, "B"], Float[Array, "B V"]]:
+) -> tuple[Int[Array, " B"], Float[Array, "B V"]]:
     """Draw the token that will stand at `position`, and return what it was drawn from.
 
     Returns int32 tokens and `processed_probs(logits)`. If every row of the batch is greedy the
@@ -135,7 +135,7 @@ def first_argmax(logits: Float[Array, "*B V"]) -> Int[Array, "*B"]:
     return (run[..., 0] * width + jnp.argmax(inside, axis=-1)).astype(jnp.int32)
 
 
-def choose(probs: Float[Array, "B V"], keys: Key[Array, "B"]) -> Int[Array, "B"]:
+def choose(probs: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
     """Draw one int32 token per row; a token of probability zero is never drawn.
 
     First a run of about sqrt(V) neighbouring tokens by its total, then a token within the run,
@@ -156,8 +156,8 @@ def choose(probs: Float[Array, "B V"], keys: Key[Array, "B"]) -> Int[Array, "B"]
 
 
 def keys_at(
-    seed: UInt[Array, "B"], position: Int[Array, "B *K"], purpose: int | Int[Array, ""]
-) -> Key[Array, "B *K"]:
+    seed: UInt[Array, " B"], position: Int[Array, " B *K"], purpose: int | Int[Array, ""]
+) -> Key[Array, " B *K"]:
     """Return the key of each (seed, position, purpose).
 
     `position` counts from the first prompt token; it is that of the token being decided.

@@ -16,9 +16,9 @@ def verify(
     target_logits: Float[Array, "B T V"],
     draft_tokens: Int[Array, "B K"],
     draft_probs: Float[Array, "B K V"] | None,
-    width: Int[Array, "B"],
+    width: Int[Array, " B"],
     sampling: Sampling,
-    position: Int[Array, "B"],
+    position: Int[Array, " B"],
 ) -> Verdict:
     """Judge a batch that may mix greedy and sampled rows, with one program.
 

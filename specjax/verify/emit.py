@@ -11,19 +11,19 @@ from jaxtyping import Array, Bool, Int
 class Verdict:
     """The outcome of one verification, before stop tokens and budgets cut it."""
 
-    accepted: Int[Array, "B"]
+    accepted: Int[Array, " B"]
     """Length of the accepted prefix of the drafts."""
     tokens: Int[Array, "B T"]
     """T = K + 1: the accepted drafts, the target's own token at index `accepted`, zeros."""
-    admitted: Int[Array, "B"]
+    admitted: Int[Array, " B"]
     """How many drafts were judged: min(width, K)."""
 
 
 def verdict(
     draft_tokens: Int[Array, "B K"],
-    accepted: Int[Array, "B"],
-    next_token: Int[Array, "B"],
-    width: Int[Array, "B"],
+    accepted: Int[Array, " B"],
+    next_token: Int[Array, " B"],
+    width: Int[Array, " B"],
 ) -> Verdict:
     """Lay out a verdict: accepted drafts, then the next token."""
     slot = jnp.arange(draft_tokens.shape[1] + 1)
@@ -37,18 +37,18 @@ def verdict(
     )
 
 
-def prefix_length(holds: Bool[Array, "B K"]) -> Int[Array, "B"]:
+def prefix_length(holds: Bool[Array, "B K"]) -> Int[Array, " B"]:
     """Return how many entries of each row are true before the first false one."""
     return jnp.sum(jnp.cumprod(holds.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
 
 
 def cut_at_stop(
     tokens: Int[Array, "B T"],
-    accepted: Int[Array, "B"],
-    stop_ids: Sequence[int] | Int[Array, "n"],
-    budget: Int[Array, "B"],
-    done: Bool[Array, "B"],
-) -> Int[Array, "B"]:
+    accepted: Int[Array, " B"],
+    stop_ids: Sequence[int] | Int[Array, " n"],
+    budget: Int[Array, " B"],
+    done: Bool[Array, " B"],
+) -> Int[Array, " B"]:
     """Return how many of `tokens` each row emits.
 
     The smallest of: accepted + 1, the budget left, the first stop token and all before it;
@@ -63,15 +63,15 @@ def cut_at_stop(
 
 
 def contains_stop(
-    tokens: Int[Array, "B T"], count: Int[Array, "B"], stop_ids: Sequence[int] | Int[Array, "n"]
-) -> Bool[Array, "B"]:
+    tokens: Int[Array, "B T"], count: Int[Array, " B"], stop_ids: Sequence[int] | Int[Array, " n"]
+) -> Bool[Array, " B"]:
     """Tell whether a stop token is among the first `count` tokens of each row."""
     return prefix_length(~_is_stop(tokens, stop_ids)) < jnp.minimum(count, tokens.shape[1])
 
 
 def tally(
-    accepted: Int[Array, "B"], admitted: Int[Array, "B"], emitted: Int[Array, "B"]
-) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
+    accepted: Int[Array, " B"], admitted: Int[Array, " B"], emitted: Int[Array, " B"]
+) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
     """Return (drafts kept, drafts counted as proposed) after the cut, for the statistics.
 
     A cut inside the accepted drafts ends the proposal there: what lay behind had no chance.
@@ -81,7 +81,7 @@ def tally(
 
 
 def _is_stop(
-    tokens: Int[Array, "B T"], stop_ids: Sequence[int] | Int[Array, "n"]
+    tokens: Int[Array, "B T"], stop_ids: Sequence[int] | Int[Array, " n"]
 ) -> Bool[Array, "B T"]:
     stops = jnp.asarray(stop_ids, jnp.int32)
     return jnp.any(tokens[..., None] == stops, axis=-1)

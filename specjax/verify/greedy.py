@@ -10,7 +10,7 @@ from specjax.verify.emit import Verdict, prefix_length, verdict
 def greedy(
     target_logits: Float[Array, "B T V"],
     draft_tokens: Int[Array, "B K"],
-    width: Int[Array, "B"],
+    width: Int[Array, " B"],
 ) -> Verdict:
     """Accept the drafts that match; the next token is the argmax behind them (T = K + 1).
 

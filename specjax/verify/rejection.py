@@ -28,9 +28,9 @@ def rejection(
     target_logits: Float[Array, "B T V"],
     draft_tokens: Int[Array, "B K"],
     draft_probs: Float[Array, "B K V"] | None,
-    width: Int[Array, "B"],
+    width: Int[Array, " B"],
     sampling: Sampling,
-    position: Int[Array, "B"],
+    position: Int[Array, " B"],
 ) -> Verdict:
     """Judge drafts by rejection sampling; arguments as in `specjax.verify.verify`.
 
@@ -60,7 +60,7 @@ def accept_probability(
 
 
 def accept_mask(
-    probability: Float[Array, "B K"], u: Float[Array, "B K"], width: Int[Array, "B"]
+    probability: Float[Array, "B K"], u: Float[Array, "B K"], width: Int[Array, " B"]
 ) -> Bool[Array, "B K"]:
     """Accept where u < probability (strictly: zero never, one always) inside the width."""
     slot = jnp.arange(u.shape[1])
@@ -71,8 +71,8 @@ def next_distribution(
     p: Float[Array, "B T V"],
     q: Float[Array, "B K V"] | None,
     draft_tokens: Int[Array, "B K"],
-    accepted: Int[Array, "B"],
-    width: Int[Array, "B"],
+    accepted: Int[Array, " B"],
+    width: Int[Array, " B"],
 ) -> Float[Array, "B V"]:
     """Return the law of the token behind the accepted drafts.
 

@@ -86,10 +86,6 @@ def test_errors_are_no_larger_than_those_of_transformers(name, tmp_path):
             start = -2.0 if where.endswith("A_log") else float(weight.ndim == 1 and weight[0])
             weight.copy_(torch.normal(start, 0.3, weight.shape).bfloat16())
     model.save_pretrained(tmp_path)
-    assert (
-        json.loads((tmp_path / "config.json").read_text())["model_type"]
-        == CONFIGS[name]["model_type"]
-    )
     tokens = some_tokens()
 
     def theirs(dtype):

@@ -192,6 +192,7 @@ def numpy_drafts(
     """
     p, known = len(hidden), [int(t) for t in tokens]
     states, seen = wide(hidden), []
+    window = states
     normed = head.config.carried == "normed"
     for k in range(num):
         depth = min(k, head.modules - 1)
