@@ -69,6 +69,11 @@ def run(args: argparse.Namespace, console: Console) -> None:
     if card.is_file() and card.parent.resolve() != args.out.resolve():
         shutil.copyfile(card, args.out / card.name)
     console.print(f"fitted on {found.fitted} rounds; the head with its temperatures: {args.out}")
+    if found.after.mean() >= found.before.mean():
+        console.print(
+            "On prompts they were not fitted on, the temperatures help nothing: the head's own "
+            "confidences are right already, or there were too few prompts. Better keep it as it is."
+        )
 
 
 def main(argv: list[str] | None = None) -> int:
