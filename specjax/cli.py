@@ -4,7 +4,7 @@ import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from specjax import __version__, config, configurables
+from specjax import __version__, config, configurables, processes
 from specjax.core import paths
 from specjax.core.errors import ConfigError, SpecJaxError, nearest
 
@@ -12,6 +12,8 @@ from specjax.core.errors import ConfigError, SpecJaxError, nearest
 COMMANDS: dict[str, tuple[str, str]] = {
     "eval": ("specjax.eval:main", "measure decoding with and without a draft head"),
     "tune": ("specjax.tune:main", "find the best number of speculative tokens, and the schedule"),
+    "launch": ("specjax.launch:main", "start a command as several processes on this machine"),
+    "plan": ("specjax.plan:main", "what fits and what pays on a machine you do not have"),
     "doctor": ("specjax.doctor:main", "check platform, versions and numerics of this machine"),
     "report": ("specjax.show_report:main", "rebuild the report of a run, or compare runs"),
     "targets": ("specjax.show_targets:main", "list the production targets, or describe one"),
@@ -48,6 +50,7 @@ def run_door(
     flags: Mapping[str, str] | None = None,
     default: str = "",
     rewrite: Callable[[Sequence[str]], Sequence[str]] = list,
+    together: bool = False,
 ) -> int:
     """Run a command that takes a configuration: read it, run the body, report mistakes.
 
@@ -60,17 +63,24 @@ def run_door(
       flags: what `--help` says of flags that `rewrite` takes.
       default: the configuration file read when none is named.
       rewrite: turns the words into words that `config.parse` knows.
+      together: whether several processes can run it, each started with `processes.FLAGS`.
 
     Returns:
       The exit code, as for `main`.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if "-h" in words or "--help" in words:
-        _print_help(usage, names, short or {}, flags or {})
+        joining = processes.FLAGS if together else {}
+        _print_help(usage, names, short or {}, {**(flags or {}), **joining})
         return 0
 
     def run() -> int:
-        return body(config.parse(rewrite(words), short=short, default=default)) or 0
+        member, rest = processes.take(words) if together else (None, words)
+        settings = config.parse(rewrite(rest), short=short, default=default)
+        if member is None:
+            return body(settings) or 0
+        processes.join(member)
+        return processes.together(lambda: guarded(lambda: body(settings) or 0))
 
     return guarded(run)
 

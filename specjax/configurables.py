@@ -28,6 +28,7 @@ REGISTRY: dict[str, str | Callable[..., Any]] = {
     "Data": "specjax.training.config:DataConfig",
     "Features": "specjax.training.features.config:FeaturesConfig",
     "Mesh": "specjax.core.mesh_config:MeshConfig",
+    "Plan": "specjax.planner.config:PlanConfig",
     "Ngram": "specjax.heads.plain_config:NgramConfig",
     "Objective": "specjax.heads.objective_config:Objective",
     "DFlash": "specjax.heads.dflash.config:DFlashConfig",

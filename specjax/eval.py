@@ -16,7 +16,7 @@ from specjax.cli import run_door
 from specjax.config import Config
 from specjax.core.errors import ConfigError
 
-NAMES = ("Eval", "Sweep", "Target", "Engine", "Ngram")
+NAMES = ("Eval", "Sweep", "Target", "Engine", "Mesh", "Ngram")
 SHORT = {
     "target": "Eval.target",
     "head": "Eval.head",

@@ -55,22 +55,25 @@ def train_door(
         import jax
 
         from specjax import targets
+        from specjax.core import hosts
         from specjax.heads.base import borrow
         from specjax.training.placement import Placement
         from specjax.training.run import read_kept, train
         from specjax.training.warm_start import warm_start
 
+        place = Placement.of(run.mesh, run.batch_size)  # refuses meshes before anything is read
         runs = not run.features or run.decode_every > 0  # else nothing runs the target's layers
         target, weights = targets.load(
             run.target,
             run.target_dtype,
-            Placement.of(run.mesh, run.batch_size).target if run.mesh.devices > 1 else None,
+            place.target if run.mesh.devices > 1 else None,
             run.target_options,
             layers=runs,
         )
         if run.init_from:
             made, params, said = warm_start(run, target, weights, settings, head)
-            print(said, file=sys.stderr)
+            if hosts.is_lead():
+                print(said, file=sys.stderr)
         else:
             kept = read_kept(settings.draft_vocab) if drafts_few and settings.draft_vocab else None
             drawn = jax.random.key(run.seed)
@@ -79,7 +82,9 @@ def train_door(
 
     short = {**_SHORT, "draft_vocab": f"{head}.draft_vocab"} if drafts_few else _SHORT
     names = ("Trainer", "Target", "Data", "Optim", head, "Objective")
-    return run_door(body, argv, usage=usage or "", names=names, short=short, default=recipe)
+    return run_door(
+        body, argv, usage=usage or "", names=names, short=short, default=recipe, together=True
+    )
 
 
 def _has_vocabulary(head: str) -> bool:

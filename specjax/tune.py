@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from specjax.cli import run_door
 from specjax.config import Config
 
-NAMES = ("Tune", "Eval", "Target", "Engine", "Ngram")
+NAMES = ("Tune", "Eval", "Target", "Engine", "Mesh", "Ngram")
 SHORT = {
     "target": "Eval.target",
     "head": "Eval.head",

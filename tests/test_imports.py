@@ -17,7 +17,8 @@ RANK = {
     "heads": 3,
     "verify": 4,
     "decode": 5,
-    **dict.fromkeys(("training", "evaluation", "planner", "interop", "selfcheck"), 6),
+    **dict.fromkeys(("training", "evaluation", "interop", "selfcheck"), 6),
+    "planner": 7,
 }
 # The doors and what configures them: everything lies below, and no package imports them.
 DOORS = {
@@ -29,6 +30,9 @@ DOORS = {
     "show_targets",
     "train_door",
     "doctor",
+    "plan",
+    "launch",
+    "processes",
     "config",
     "bindings",
     "configurables",

@@ -52,6 +52,12 @@ class MeshConfig:
         return self.data * self.fsdp * self.tensor * self.expert
 
     @property
+    def name(self) -> str:
+        """What records call it: the axes that split anything, and the changed rules."""
+        split = [f"{axis}={n}" for axis in AXES if (n := getattr(self, axis)) > 1]
+        return " ".join((*split, *self.rules)) if split else "one device"
+
+    @property
     def changes(self) -> dict[str, tuple[str, ...]]:
         """`rules` as a table."""
         parts = (rule.partition("=") for rule in self.rules)

@@ -41,14 +41,16 @@ def make_mesh(config: MeshConfig) -> Mesh:
     """Return the mesh, of the first devices there are.
 
     Raises:
-        ConfigError: more devices asked for than there are.
+        ConfigError: more devices asked for than there are, or fewer than several processes have.
     """
-    devices = jax.devices()
+    devices, processes = jax.devices(), jax.process_count()
+    sizes = " x ".join(str(getattr(config, axis)) for axis in AXES)
+    said = f"Mesh: {' x '.join(AXES)} = {sizes}"
     if config.devices > len(devices):
-        sizes = " x ".join(str(getattr(config, axis)) for axis in AXES)
+        raise ConfigError(f"{said} needs {config.devices} devices, there are {len(devices)}")
+    if processes > 1 and config.devices < len(devices):
         raise ConfigError(
-            f"Mesh: {' x '.join(AXES)} = {sizes} needs {config.devices} devices, there are"
-            f" {len(devices)}"
+            f"{said} leaves devices idle that {processes} processes have: {len(devices)} in all"
         )
     # Explicit axes, jax's default, would ask for the sharding of every product's result.
     return jax.make_mesh(
@@ -80,6 +82,16 @@ class Layout:
         """
         rules = {**strategy, **config.changes}
         return cls(make_mesh(config) if mesh is None else mesh, tuple(rules.items()))
+
+    @classmethod
+    def served(cls, config: MeshConfig) -> Layout | None:
+        """Return how weights that are only read lie on a mesh; None on the one device there is.
+
+        Raises:
+            ConfigError: see `make_mesh`.
+        """
+        spread = config.devices > 1 or jax.process_count() > 1
+        return cls.of(config, SERVED) if spread else None
 
     def spec(self, axes: Sequence[str | None], shape: Sequence[int], name: str) -> PartitionSpec:
         """Return how an array is split.

@@ -4,7 +4,7 @@ Random access by (epoch, step) makes resume exact without stored state. (grain s
 resumes too, but groups neither by length nor into a few static shapes, which jit wants.)
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -102,8 +102,19 @@ class Batches:
         _, members = self._plan(position.epoch)[position.step]
         return [[int(member)] for member in members]
 
-    def batch(self, position: Position) -> dict[str, np.ndarray]:
+    def tokens(self, position: Position) -> int:
+        """How many tokens the batch at ``position`` has, pads not counted."""
+        return sum(len(self.rows[i].ids) for row in self.members(position) for i in row)
+
+    def batch(
+        self, position: Position, share: Container[int] | None = None
+    ) -> dict[str, np.ndarray]:
         """The batch at ``position``.
+
+        Args:
+          position: which.
+          share: the rows of the batch that are filled, for a process that needs no others; None
+            for all. Those left out are as long, and empty.
 
         Returns:
           {"input_ids": int32 [B,S], "loss_mask": bool [B,S], "lengths": int32 [B]}, right-padded.
@@ -113,20 +124,33 @@ class Batches:
         ids: Int[np.ndarray, "B S"] = np.full(shape, self.pad_id, np.int32)
         mask: Bool[np.ndarray, "B S"] = np.zeros(shape, bool)
         lengths: Int[np.ndarray, " B"] = np.zeros(self.batch_size, np.int32)
-        for b, members in enumerate(self.members(position)):
+        for b, members in self._shared(position, share):
             for row in (self.rows[member] for member in members):
                 part = slice(int(lengths[b]), int(lengths[b]) + len(row.ids))
                 ids[b, part], mask[b, part] = row.ids, row.mask
                 lengths[b] = part.stop
         return {"input_ids": ids, "loss_mask": mask, "lengths": lengths}
 
+    def _shared(
+        self, position: Position, share: Container[int] | None
+    ) -> Iterator[tuple[int, list[int]]]:
+        """The rows of a batch that are filled, with their members."""
+        rows = enumerate(self.members(position))
+        return ((b, members) for b, members in rows if share is None or b in share)
+
     def iterate(
-        self, position: Position | None = None, epochs: int | None = None
+        self,
+        position: Position | None = None,
+        epochs: int | None = None,
+        share: Container[int] | None = None,
     ) -> Iterator[tuple[dict[str, np.ndarray], Position]]:
-        """Yield (batch, position after it) from ``position`` on, up to ``epochs`` epochs in all."""
+        """Yield (batch, position after it) from ``position`` on, up to ``epochs`` epochs in all.
+
+        Only the rows in ``share`` are filled, see `batch`.
+        """
         now = position or Position()
         while epochs is None or now.epoch < epochs:
-            batch = self.batch(now)
+            batch = self.batch(now, share)
             last = now.step + 1 == self.steps_per_epoch
             now = Position(now.epoch + 1) if last else Position(now.epoch, now.step + 1)
             yield batch, now

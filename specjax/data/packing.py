@@ -7,7 +7,7 @@ goes where, and the order. So every epoch has as many batches, and any of them c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -102,18 +102,20 @@ class PackedBatches(Batches):
         _, packed = self._plan(position.epoch)[position.step]
         return [self._ranked[self._bins[row]].tolist() for row in packed]
 
-    def batch(self, position: Position) -> dict[str, np.ndarray]:
-        """The batch at ``position``.
+    def batch(
+        self, position: Position, share: Container[int] | None = None
+    ) -> dict[str, np.ndarray]:
+        """The batch at ``position``, of which the rows in ``share`` are filled.
 
         Returns:
           What `Batches.batch` does ("lengths" counts all documents of a row), and "documents"
           int32 [B,S], the document of each position from 0 in each row, -1 for pads, and
           "positions" int32 [B,S], from 0 in each document.
         """
-        batch = super().batch(position)
+        batch = super().batch(position, share)
         documents = np.full(batch["input_ids"].shape, -1, np.int32)
         positions = np.zeros_like(documents)
-        for b, members in enumerate(self.members(position)):
+        for b, members in self._shared(position, share):
             sizes = self._row_lengths[members]
             index = np.repeat(np.arange(len(sizes)), sizes)
             documents[b, : len(index)] = index

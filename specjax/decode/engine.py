@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.core.errors import PairingError, RequestError
-from specjax.core.sharding import SERVED, Layout
+from specjax.core.sharding import Layout
 from specjax.decode import round as rounds_module
 from specjax.decode.compiles import CompileClock
 from specjax.decode.config import EngineConfig
@@ -129,9 +129,8 @@ class Engine:
                 f"the {head.name} head taps layers {head.taps}; the target has 0..{layers}"
             )
         self.config = config
-        layout = None
-        if config.mesh.devices > 1:
-            layout = Layout.of(config.mesh, SERVED)
+        layout = Layout.served(config.mesh)
+        if layout is not None:
             layout.check_rows(config.concurrency, "Engine.concurrency")
             params = put_weights(layout, target.specs(), params, "target")
             target = dataclasses.replace(target, layout=layout)

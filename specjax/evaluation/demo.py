@@ -5,6 +5,7 @@ It shows the whole path and nothing else; no figure measured on it says anything
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from specjax import targets
 from specjax.core.params import init_params
+from specjax.core.sharding import Layout
 from specjax.heads.base import Borrowed
 from specjax.heads.eagle3.config import Eagle3Config
 from specjax.heads.eagle3.head import Eagle3Head
@@ -46,9 +48,16 @@ _SCALE = 0.1  # of random weights: large enough for logits to differ by more tha
 
 
 def models(
-    dtypes: Sequence[str], head_dtype: str, how: TargetConfig | None = None
+    dtypes: Sequence[str],
+    head_dtype: str,
+    how: TargetConfig | None = None,
+    layout: Layout | None = None,
 ) -> tuple[Target, dict[str, Any], Any, PyTree]:
-    """Return (target, its weights by dtype, head, head weights in `head_dtype`)."""
+    """Return (target, its weights by dtype, head, head weights in `head_dtype`), on a mesh or not.
+
+    Raises:
+        ConfigError: a mesh that the weights do not fit.
+    """
     target = targets.from_config(_CONFIG, how)
     full = init_params(target.specs(), jax.random.key(0), "float32", _SCALE)
     params = {dtype: jax.tree.map(lambda leaf, d=dtype: leaf.astype(d), full) for dtype in dtypes}
@@ -60,7 +69,12 @@ def models(
     )
     borrowed = Borrowed(embedding=target.input_embedding(full), output=target.output_weights(full))
     kept = np.arange(head.draft_vocab)
-    return target, params, head, head.init(jax.random.key(1), borrowed, kept, head_dtype)
+    head_params = head.init(jax.random.key(1), borrowed, kept, head_dtype)
+    if layout is not None:
+        params = jax.device_put(params, dict.fromkeys(params, layout.weights(target.specs())))
+        head_params = jax.device_put(head_params, layout.weights(head.specs()))
+        target = dataclasses.replace(target, layout=layout)
+    return target, params, head, head_params
 
 
 def prompts(target: Target, count: int = 0) -> list[tuple[int, ...]]:

@@ -178,6 +178,7 @@ def _identity(cell: Cell, context: Context, target: str) -> Record:
         "enable_thinking": config.enable_thinking,
         "temperature": config.temperature,
         "concurrency": config.concurrency,
+        "mesh": config.engine.mesh.name,
         "fingerprints": dict(cell.fingerprints),
         "configuration": dataclasses.asdict(config),
         "machine": dict(context.machine),

@@ -19,13 +19,14 @@ _COLUMNS = {
     "dtype": "dtype",
     "concurrency": "batch",
     "temperature": "T",
+    "mesh": "mesh",
     "prompts_source": "prompts",
     "target": "target",
     "head_source": "from",
 }
 # Settings that the tables show anyhow, or that stand in a column above under another name.
 _DRAFTING = {"head_source", *(f"engine.{name}" for name in DRAFTING_ENGINE)}
-_SHOWN = {"head", "num_speculative_tokens", "prompts", "trace", "out"}
+_SHOWN = {"head", "num_speculative_tokens", "prompts", "trace", "out", "engine.mesh"}
 
 _TEMPLATE = """\
 # Evaluation of {{ rows[0].target }}
@@ -197,7 +198,7 @@ def telling(rows: Sequence[Record]) -> dict[str, str]:
 
 def settings(row: Record) -> dict[str, Any]:
     """Return what a run was set to, as `engine.verification`; its head as where it came from."""
-    flat: dict[str, Any] = {}
+    flat: dict[str, Any] = {"mesh": "one device"}  # as it was before records said so
     for name, value in row["configuration"].items():
         nested = value.items() if isinstance(value, dict) else ()
         flat |= {f"{name}.{inner}": item for inner, item in nested} or {name: value}

@@ -24,6 +24,7 @@ from rich.progress import (
 )
 
 from specjax.core.errors import DataError
+from specjax.core.sharding import Layout
 from specjax.evaluation import machine, metrics, records, report, shares
 from specjax.evaluation.calibrate import record_rounds, reliability
 from specjax.evaluation.config import EvalConfig, SweepConfig, listed
@@ -86,6 +87,9 @@ def run_sweep(
     if not console.is_terminal:
         console.width = report.WIDTH
     directory = writable(configs[0].out)
+    for config in configs:
+        if (layout := Layout.served(config.engine.mesh)) is not None:
+            layout.check_rows(config.concurrency, "Eval.concurrency")
     said: set[str] = set()
     cells = plan(each for config in configs for each in listed(config))
     earlier = records.read(directory) if (directory / records.RESULTS).exists() else []

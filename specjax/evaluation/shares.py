@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from specjax.decode import engine as engine_module
 from specjax.decode import round as stages
 from specjax.decode.engine import Engine, fit_capacity
+from specjax.decode.placement import constrain
 from specjax.decode.requests import Request
 from specjax.decode.round import Decoder, RoundState, Weights
 from specjax.evaluation.playback import filled, propose
@@ -90,6 +91,7 @@ def _commit(
     start = jnp.maximum(state.lengths - 1, 0)
     verdict = verify(logits, proposal.tokens, proposal.probs, width, state.sampling, state.lengths)
     after, emitted = stages.commit(decoder, state, out, verdict)
+    after = constrain(decoder.layout, after, len(start))
     return after, start, emitted, verdict
 
 
@@ -104,7 +106,10 @@ def _observe(
     start: jax.Array,
     verdict: Verdict,
 ) -> PyTree:
-    return stages.observe(decoder, weights, head_state, inputs, out, verdict.tokens, emitted, start)
+    after = stages.observe(
+        decoder, weights, head_state, inputs, out, verdict.tokens, emitted, start
+    )
+    return constrain(decoder.layout, after, len(start))
 
 
 class _Clock:

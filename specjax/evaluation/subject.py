@@ -13,6 +13,7 @@ import numpy as np
 
 from specjax import heads, targets
 from specjax.core.errors import CheckpointError
+from specjax.core.sharding import Layout
 from specjax.data.prompts import Prompt, load_prompts
 from specjax.decode.requests import Request, Result
 from specjax.evaluation import demo, turns
@@ -31,7 +32,7 @@ class Opened:
     """A target with its weights in every dtype that is measured.
 
     Attributes:
-        target: the target.
+        target: the target; on a mesh it knows how its weights lie there.
         params: its weights by dtype.
         name: what records call it.
         root: its directory; None for the embedded default.
@@ -107,20 +108,23 @@ def load(config: EvalConfig) -> Subject:
 
 
 def open_target(config: EvalConfig) -> Opened:
-    """Load a target and its tokenizer.
+    """Load a target and its tokenizer; onto a mesh each device reads its own share of the weights.
 
     Raises:
         CheckpointError: it cannot be loaded.
+        ConfigError: a mesh that the machine or the weights do not fit.
     """
+    layout = Layout.served(config.engine.mesh)
     if not config.target:
         target, params, head, head_params = demo.models(
-            config.baseline_dtypes, config.dtype, config.target_options
+            config.baseline_dtypes, config.dtype, config.target_options, layout
         )
         return Opened(target, params, demo.NAME, own_head=(head, head_params))
     root = resolve(config.target)
     params = {}
     for dtype in config.baseline_dtypes:
-        target, params[dtype] = targets.load(root, dtype, how=config.target_options)
+        target, params[dtype] = targets.load(root, dtype, _shares(layout), config.target_options)
+    target = dataclasses.replace(target, layout=layout)
     return Opened(target, params, root.resolve().name, root, _tokenizer(root))
 
 
@@ -149,7 +153,7 @@ def with_requests(
     if opened.root is None:
         ids = demo.prompts(opened.target, config.num_prompts)
         requests = tuple(turns.request_of(each, i, config) for i, each in enumerate(ids))
-        return dataclasses.replace(bare, requests=requests, notes=(demo.NOTICE,))
+        return dataclasses.replace(bare, requests=requests, notes=(demo.NOTICE, *_spread(config)))
     prompts = load_prompts(config.prompts, limit=config.num_prompts or None)
     params = opened.params[config.baseline_dtypes[0]]
     asked = turns.ask(opened.target, params, opened.tokenizer, prompts, config, on_result)
@@ -159,7 +163,7 @@ def with_requests(
         prompt_of=asked.prompt_of,
         answers=asked.answers,
         decode=functools.partial(opened.tokenizer.decode, skip_special_tokens=True),
-        notes=_notes(prompts, config),
+        notes=(*_notes(prompts, config), *_spread(config)),
     )
 
 
@@ -176,7 +180,13 @@ def with_head(subject: Subject, opened: Opened, config: EvalConfig) -> Subject:
     target = opened.target
     borrowed = borrow(target, opened.params[config.dtype])
     head, params = heads.find(
-        config.head, opened.root or "", target.info, config.dtype, config.ngram, borrowed
+        config.head,
+        opened.root or "",
+        target.info,
+        config.dtype,
+        config.ngram,
+        borrowed,
+        _shares(target.layout),
     )
     return dataclasses.replace(
         subject,
@@ -185,6 +195,11 @@ def with_head(subject: Subject, opened: Opened, config: EvalConfig) -> Subject:
         head_source=config.head,
         notes=(*subject.notes, *_lent(config.head)),
     )
+
+
+def _shares(layout: Layout | None) -> Callable[[PyTree], PyTree] | None:
+    """Return the shardings of weights as loaders take them; None on one device."""
+    return None if layout is None else layout.weights
 
 
 def _lent(source: str) -> tuple[str, ...]:
@@ -210,6 +225,11 @@ def _tokenizer(root: Path) -> Any:
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).splitlines()[0][:120]
         raise CheckpointError(f"{root}: its tokenizer cannot be loaded ({reason})") from None
+
+
+def _spread(config: EvalConfig) -> tuple[str, ...]:
+    mesh = config.engine.mesh
+    return (f"Spread over {mesh.devices} devices: {mesh.name}.",) if mesh.devices > 1 else ()
 
 
 def _notes(prompts: Sequence[Prompt], config: EvalConfig) -> tuple[str, ...]:

@@ -85,7 +85,10 @@ def held(cell: Cell) -> str:
     how = dataclasses.asdict(config.target_options)
     # The embedded default comes with its head, which is in the dtype of the run.
     own = None if config.target else config.dtype
-    return fingerprints.of_json([cell.fingerprints["target"], how, config.baseline_dtypes, own])
+    mesh = dataclasses.asdict(config.engine.mesh)
+    return fingerprints.of_json(
+        [cell.fingerprints["target"], how, config.baseline_dtypes, own, mesh]
+    )
 
 
 def _cell(config: EvalConfig, prints: Mapping[str, str]) -> Cell:

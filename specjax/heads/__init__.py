@@ -60,6 +60,7 @@ def find(
     dtype: str = "float32",
     ngram: Any = None,
     borrowed: Any | None = None,
+    shardings: Any | None = None,
 ) -> tuple[Any, Any]:
     """Return the head that a user names.
 
@@ -72,6 +73,7 @@ def find(
         dtype: dtype in memory.
         ngram: settings of "ngram".
         borrowed: as for `load`.
+        shardings: as in `io.hf.load_params`.
 
     Returns:
         (head, weights).
@@ -93,11 +95,11 @@ def find(
         from specjax import targets
         from specjax.heads.small_model import SmallModelHead
 
-        model, params = targets.load(rest, dtype)
+        model, params = targets.load(rest, dtype, shardings)
         return SmallModelHead.for_target(info, model), params
     if source == "mtp":  # its own words where the target has no modules
-        return _layouts("mtp").load(target, info, dtype)
-    return load(source, info, dtype, borrowed=borrowed)
+        return _layouts("mtp").load(target, info, dtype, shardings)
+    return load(source, info, dtype, shardings, borrowed)
 
 
 def save(head: Any, params: Any, path: str | Path, dtype: str | None = None) -> None:

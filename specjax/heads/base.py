@@ -13,6 +13,7 @@ import jax
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from specjax.core.sharding import Layout
 from specjax.layers.sampling import Sampling
 from specjax.targets.base import Target
 
@@ -47,15 +48,22 @@ class Borrowed:
     Attributes:
         embedding: `[V, H]` the input embedding.
         output: `[V, H]` the output layer.
+        layout: how the target's weights lie on a mesh; None on one device. A head with experts of
+            its own has them lie alike.
     """
 
     embedding: Float[Array, "V H"]
     output: Float[Array, "V H"]
+    layout: Layout | None = struct.field(pytree_node=False, default=None)
 
 
 def borrow(target: Target, params: PyTree) -> Borrowed:
     """Return the weights of a target that heads may use."""
-    return Borrowed(embedding=target.input_embedding(params), output=target.output_weights(params))
+    return Borrowed(
+        embedding=target.input_embedding(params),
+        output=target.output_weights(params),
+        layout=target.layout,
+    )
 
 
 @struct.dataclass

@@ -133,10 +133,19 @@ def describe_directory(path: str | Path, only: str | None = None) -> HeadRecord:
         PairingError: it fits no target that was tried.
         CheckpointError: no `config.json`, or none of a draft head, or broken weights.
     """
+    return describe(directory_entry(path), candidates(only))
+
+
+def directory_entry(path: str | Path) -> HeadEntry:
+    """Return a checkpoint directory as an entry like the catalogue's; headers of weights are read.
+
+    Raises:
+        CheckpointError: no `config.json`, or broken weights.
+    """
     root = resolve(path)
     held = any(root.glob("*.safetensors*"))
     config = read_config(root)
-    entry = HeadEntry(
+    return HeadEntry(
         name=root.name,
         config=config,
         source=str(root),
@@ -145,7 +154,6 @@ def describe_directory(path: str | Path, only: str | None = None) -> HeadRecord:
         published=Published(),
         stores=pairing.with_lent(config, TensorReader(root).shapes, str(root)) if held else {},
     )
-    return describe(entry, candidates(only))
 
 
 def candidates(only: str | None = None) -> dict[str, TargetInfo]:

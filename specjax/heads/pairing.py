@@ -147,6 +147,8 @@ def load(
             f"{where} is stored without its output rows, which are {said.get('target')}'s: load it"
             " together with that target (borrowed=borrow(target, params))"
         )
+    if callable(shardings):
+        shardings = shardings(specs)
     of_output, rest = shardings, shardings
     if shardings is not None and not isinstance(shardings, jax.sharding.Sharding):
         of_output, rest = shardings.output, dataclasses.replace(shardings, output=None)

@@ -62,10 +62,13 @@ class SmallModelHead:
         """Return the small model's empty cache."""
         return self.model.init_cache(batch, capacity, dtype)
 
+    def _on(self, borrowed: Borrowed) -> Target:
+        """Return the model, its weights lying as the target's do."""
+        return dataclasses.replace(self.model, layout=borrowed.layout)
+
     def observe(self, params: PyTree, borrowed: Borrowed, state: Cache, obs: Observation) -> Cache:
         """Read the committed tokens."""
-        del borrowed
-        out = self.model.forward(params, obs.tokens, obs.count, state)
+        out = self._on(borrowed).forward(params, obs.tokens, obs.count, state)
         # Tied to what attention read, so that XLA writes the cache behind its last read of it.
         count = jnp.where(out.hidden[:, 0, 0] > jnp.inf, 0, obs.count)
         return self.model.commit(state, out.update, count)
@@ -79,13 +82,13 @@ class SmallModelHead:
         a cache that is written inside a round is copied, and a handful of tokens costs a pass
         little more than one.
         """
-        del borrowed
+        model = self._on(borrowed)
         inputs = [context.anchor]
 
         def logits() -> jax.Array:
             tokens = jnp.stack(inputs, axis=1)
-            hidden = self.model.forward(params, tokens, None, state).hidden[:, -1]
-            return self.model.logits(params, hidden)
+            hidden = model.forward(params, tokens, None, state).hidden[:, -1]
+            return model.logits(params, hidden)
 
         def advance(k: int, token: jax.Array) -> jax.Array:
             del k

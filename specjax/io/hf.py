@@ -177,8 +177,9 @@ def load_params(
         specs: tree of ParamSpec.
         source: a TensorReader, or the path of one.
         dtype: dtype in memory for leaves whose spec fixes none.
-        shardings: None (default device), one sharding for all, or a tree like `specs`. A sharded
-            leaf is read slice by slice, so no host ever holds it whole.
+        shardings: None (default device), one sharding for all, a tree like `specs`, or a function
+            that makes such a tree of `specs` (`core.sharding.Layout.weights`). A sharded leaf is
+            read slice by slice, so no host ever holds it whole.
         ignore: shell patterns of tensors that may be surplus.
 
     Raises:
@@ -195,6 +196,8 @@ def load_params(
             spec.shape, sharding, lambda index: _read(reader, spec, index, kind)
         )
 
+    if callable(shardings):
+        shardings = shardings(specs)
     if shardings is None or isinstance(shardings, jax.sharding.Sharding):
         return map_specs(lambda spec: load(spec, shardings), specs)
     return map_specs(load, specs, shardings)

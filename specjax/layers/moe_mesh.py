@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from specjax.core.errors import ConfigError
+from specjax.core.packed import BlockFp8
 from specjax.core.sharding import Layout
 from specjax.layers.moe import Activation, ExpertWeights, experts
 from specjax.layers.router import RouterConfig, route
@@ -44,6 +46,9 @@ def mixture(
         choice_bias: see `route`.
         expert_scale: see `route`.
         layout: how weights lie on a mesh; None on one device.
+
+    Raises:
+        ConfigError: experts that do not divide, or whose scales do not.
     """
     if layout is None:
         ids, probs = route(logits, router, choice_bias, expert_scale)
@@ -61,6 +66,15 @@ def mixture(
 
     def lay(table: PyTree, axes: tuple[str, str, str]) -> PyTree:
         lead = () if weights.layer is None else (None,)
+        if isinstance(table, BlockFp8):
+            for size, block, axis in zip(table.shape[-2:], table.block, axes[1:], strict=True):
+                ways = math.prod(mesh.shape[name] for name in rules[axis])
+                if ways > 1 and size % (ways * block):
+                    raise ConfigError(
+                        f"experts: {axis} of {size} in blocks of {block} that share a scale does"
+                        f" not divide over {' x '.join(rules[axis])} of {ways}: choose another"
+                        " mesh, such as more of Mesh.expert"
+                    )
 
         def one(leaf: jax.Array) -> PartitionSpec:
             return layout.spec((*lead, *axes)[: leaf.ndim], leaf.shape, f"experts' {axes[1:]}")

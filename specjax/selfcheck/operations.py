@@ -76,6 +76,7 @@ def operations(device: jax.Device) -> list[Check]:
     def bf16(x: np.ndarray) -> Any:
         return jnp.asarray(x, jnp.bfloat16)
 
+    codes = np.delete(np.arange(256, dtype=np.uint8), [127, 255])  # all but what is no number
     exact = np.asarray(bf16(a), np.float32) @ np.asarray(bf16(b), np.float32).T
     best = np.argsort(-a, axis=1, kind="stable")[:, :5]
     return [
@@ -98,6 +99,10 @@ def operations(device: jax.Device) -> list[Check]:
             lambda: _scattered(a, ids)),
         run("random bits", 0, on(lambda: jax.random.bits(jax.random.key(7), (16,))),
             lambda: jax.device_get(_on_cpu(lambda: jax.random.bits(jax.random.key(7), (16,))))),
+        run("float8 from its bits", 0,
+            on(lambda x: jax.lax.bitcast_convert_type(x, jnp.float8_e4m3fn).astype(jnp.float32),
+               codes),
+            lambda: codes.view(jnp.float8_e4m3fn).astype(np.float32)),
         run("while loop", 0, on(_collatz), lambda: np.int32(111)),
     ]  # fmt: skip
 

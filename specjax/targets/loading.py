@@ -102,8 +102,7 @@ def load(
     Args:
         path: Hugging Face directory, `hf://owner/name` or `owner/name`.
         dtype: dtype of the weights in memory.
-        shardings: one sharding for every weight, a tree of them, a function that makes such a
-            tree of the tree of specs, or None for the default device.
+        shardings: as in `io.hf.load_params`.
         how: how it is held in memory and run.
         layers: False reads only what heads borrow (`heads.base.borrow`): nothing can be run.
 
@@ -123,8 +122,6 @@ def load(
     ignored = (*TOWERS, *target.ignored, *parts)
     if not layers:
         specs, ignored = specs.replace(layers=(), extra=None), ("*",)
-    if callable(shardings):
-        shardings = shardings(specs)
     params = load_params(specs, reader, dtype, shardings, ignore=ignored)
     if how is not None and how.weights == "dequantised":
         params = dequantise_tree(params, dtype)

@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging as absl_logging
 
+from specjax.core import hosts
 from specjax.core.errors import TrainingError
+from specjax.training.fingerprint import unequal
 from specjax.training.step import TrainState
 
 Record = dict[str, Any]
@@ -83,12 +86,13 @@ class Checkpoints:
             state: everything a step changes.
             record: JSON values: "position" in the data, "fingerprint", "settings".
         """
+        step = int(state.step)
         # A copy, since the next step writes into the donated buffers while orbax still reads.
-        host = jax.tree.map(lambda leaf: np.array(leaf), jax.device_get(state))
+        kept = jax.tree.map(_copy, state)
         self._manager.save(
-            int(host.step),
+            step,
             args=ocp.args.Composite(
-                state=ocp.args.StandardSave(host), record=ocp.args.JsonSave(record)
+                state=ocp.args.StandardSave(kept), record=ocp.args.JsonSave(record)
             ),
         )
 
@@ -111,7 +115,8 @@ class Checkpoints:
             (state, record), or None where there is no checkpoint.
 
         Raises:
-            TrainingError: it belongs to another run; names what differs and both values.
+            TrainingError: it belongs to another run; names what differs and both values. Of several
+                processes, one cannot read it.
         """
         for step in reversed(self.steps):
             with self._reading(step):
@@ -146,14 +151,20 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _reading(self, step: int) -> Iterator[None]:
-        """Set the checkpoint aside if it cannot be read."""
+        """Set the checkpoint aside if it cannot be read; where processes share it, refuse it."""
         try:
             yield
         except TrainingError:
             raise
         except Exception as error:  # orbax raises many kinds; all mean a damaged checkpoint
-            aside = self.folder / f"damaged-{step}"
             reason = (str(error).splitlines() or [""])[0][:100]
+            if hosts.are_several():  # of which others may have read it
+                raise TrainingError(
+                    f"checkpoint {self.folder / str(step)} cannot be read"
+                    f" ({type(error).__name__}: {reason}); move it away to go on from the one"
+                    " before"
+                ) from error
+            aside = self.folder / f"damaged-{step}"
             warnings.warn(
                 f"checkpoint {self.folder / str(step)} cannot be read and is set aside as "
                 f"{aside.name} ({type(error).__name__}: {reason})",
@@ -170,16 +181,17 @@ def check_fingerprint(saved: Mapping[str, Any], now: Mapping[str, Any], where: P
     Raises:
         TrainingError: names every entry that differs with both values.
     """
-    changed = [
-        f"{name} was {saved.get(name)!r}, is now {now.get(name)!r}"
-        for name in sorted({*saved, *now})
-        if saved.get(name) != now.get(name)
-    ]
+    changed = [f"{name} was {was!r}, is now {is_!r}" for name, was, is_ in unequal(saved, now)]
     if changed:
         raise TrainingError(
             f"{where} belongs to another run: {'; '.join(changed)}; "
             "set Trainer.out to a new folder, or undo the change"
         )
+
+
+def _copy(leaf: jax.Array) -> Any:
+    """A copy on the host where one process holds all of a leaf, else of each process's part."""
+    return np.array(jax.device_get(leaf)) if leaf.is_fully_addressable else jnp.copy(leaf)
 
 
 def _abstract(leaf: jax.Array) -> jax.ShapeDtypeStruct:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+
+from specjax.core import hosts
+from specjax.core.errors import TrainingError
 from specjax.data import sources
 from specjax.io.hf import resolve
 from specjax.training.config import DataConfig, TrainerConfig
@@ -44,6 +48,27 @@ def of_run(config: TrainerConfig, head: Any, frozen: Leaves) -> dict[str, Any]:
         **{f"frozen {name}": digest(leaf) for name, leaf in frozen.items()},
     }
     return json.loads(json.dumps(print_))  # tuples as JSON gives them back
+
+
+def unequal(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Return (name, value in one, value in the other) of every entry that differs."""
+    names = sorted({*one, *other})
+    return [(n, one.get(n), other.get(n)) for n in names if one.get(n) != other.get(n)]
+
+
+def refuse_strangers(here: Mapping[str, Any]) -> None:
+    """Refuse a process whose run is not that of process 0, as with an old copy of the data.
+
+    Raises:
+        TrainingError: names every entry that differs with both values.
+    """
+    lead = json.loads(hosts.of_lead(json.dumps(here)))
+    if found := unequal(lead, here):
+        what = "; ".join(f"{name} is {ours!r}, there {its!r}" for name, its, ours in found)
+        raise TrainingError(
+            f"process {jax.process_index()} has another run than process 0: {what}; give all hosts"
+            " the same settings and files"
+        )
 
 
 def of_target(path: str) -> str:

@@ -19,6 +19,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from specjax.core import hosts
+
 _SHOWN = {
     "loss": "loss {:.4f}",
     "acceptance": "acceptance {:.3f}",
@@ -36,7 +38,7 @@ class JsonLines:
 
     def cut(self, step: int) -> None:
         """Drop records after `step` (they will be made again) and a torn last line."""
-        if not self.path.exists():
+        if not hosts.is_lead() or not self.path.exists():
             return
         kept = []
         for line in self.path.read_text(encoding="utf-8").splitlines():
@@ -51,12 +53,16 @@ class JsonLines:
         os.replace(partial, self.path)
 
     def last(self) -> Mapping[str, Any]:
-        """Return the newest record, empty if there is none."""
+        """Return the newest record, empty if there is none or another process writes them."""
+        if not hosts.is_lead():
+            return {}
         lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
         return json.loads(lines[-1]) if lines else {}
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append a record."""
+        """Append a record, in the process that writes."""
+        if not hosts.is_lead():
+            return
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
@@ -65,8 +71,8 @@ class Display:
     """A progress bar on a terminal, a plain line per record elsewhere."""
 
     def __init__(self, steps: int, console: Console | None = None) -> None:
-        """Prepare for a run of `steps`; use as a context manager."""
-        self.console = console or Console(stderr=True)
+        """Prepare for a run of `steps`, of which one process tells; use as a context manager."""
+        self.console = console or Console(stderr=True, quiet=not hosts.is_lead())
         self._steps = steps
         self._bar = Progress(
             TextColumn("step"),

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.core import hosts
 from specjax.core.errors import TrainingError
 
 PyTree = Any
@@ -75,7 +76,7 @@ def cast_floats(tree: PyTree, dtype: str) -> PyTree:
 
 
 def digest(leaf: Any) -> str:
-    """Return a short digest of an array's shape, dtype and bytes."""
-    array = np.asarray(jax.device_get(leaf))
+    """Return a short digest of an array's shape, dtype and bytes; all processes must call it."""
+    array = np.asarray(hosts.fetch(leaf))
     head = f"{array.shape} {array.dtype} ".encode()
     return hashlib.sha256(head + array.tobytes()).hexdigest()[:12]

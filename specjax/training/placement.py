@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
 import optax
 from jax.sharding import NamedSharding
 
+from specjax.core import hosts
 from specjax.core.mesh_config import MeshConfig
 from specjax.core.params import leaves_with_names
 from specjax.core.sharding import SERVED, TRAINED, Layout, make_mesh
@@ -51,8 +51,13 @@ class Placement:
         return self.served.weights(specs)
 
     def batch(self, batch: PyTree) -> PyTree:
-        """Put the rows of a host batch where they belong."""
-        return jax.device_put(batch, self.trained.rows)
+        """Put the rows of a host batch where they belong; it needs those of `share` only."""
+        return hosts.put(batch, self.trained.rows)
+
+    def share(self, batch_size: int) -> frozenset[int]:
+        """Return the rows of a batch that lie on devices of this process."""
+        parts = self.trained.rows.addressable_devices_indices_map((batch_size,)).values()
+        return frozenset(row for at in parts if at for row in range(*at[0].indices(batch_size)))
 
     def leaves(self, head: Any, partition: Partition) -> tuple[PyTree, PyTree]:
         """Return the shardings of a head's (trained, frozen) leaves.
@@ -91,4 +96,4 @@ class Placement:
             skipped=whole,
             average=None if state.average is None else leaves,
         )
-        return jax.device_put(state, where), where
+        return hosts.put(state, where), where

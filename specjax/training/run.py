@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from specjax import heads
+from specjax.core import hosts
 from specjax.core.errors import DataError
 from specjax.io.hf import TensorReader
 from specjax.targets.base import Target
@@ -56,12 +57,15 @@ def train(
     display = Display(trainer.total)
     display.say(data.report)
     trainer.out.mkdir(parents=True, exist_ok=True)
-    _write(trainer.out / "config.gin", operative)
+    if hosts.is_lead():
+        _write(trainer.out / "config.gin", operative)
     outcome = trainer.run(display)
     folder = trainer.out / "head"
-    heads.save(head, outcome.params, folder, config.export_dtype)
-    _write(folder / "README.md", model_card(config, head.name, outcome, data.report))
-    display.say(f"head written to {folder}")
+    params = hosts.fetch(outcome.params)
+    if hosts.is_lead():
+        heads.save(head, params, folder, config.export_dtype)
+        _write(folder / "README.md", model_card(config, head.name, outcome, data.report))
+        display.say(f"head written to {folder}")
     return folder
 
 

@@ -220,15 +220,22 @@ class Steps:
                 gathered.weight + supervised,
             )
             if not last:
-                return state, gathered, metrics
+                return state, gathered, self._whole(metrics)
             weight = jnp.maximum(gathered.weight, 1)
             gradients = jax.tree.map(lambda sums: sums / weight, gathered.gradients)
             loss = gathered.loss
             gathered = nothing_gathered(state.trained)
         state, norm = self._update(state, gradients, loss)
+        metrics = {**metrics, "gradient_norm": norm, "skipped": state.skipped}
         if self._places is not None:
             state = jax.lax.with_sharding_constraint(state, self._places)
-        return state, gathered, {**metrics, "gradient_norm": norm, "skipped": state.skipped}
+        return state, gathered, self._whole(metrics)
+
+    def _whole(self, metrics: Metrics) -> Metrics:
+        """Metrics that every process can read."""
+        if self._places is None:
+            return metrics
+        return jax.lax.with_sharding_constraint(metrics, self._places.step)
 
     def _update(
         self, state: TrainState, gradients: Leaves, loss: jax.Array
@@ -264,7 +271,7 @@ class Steps:
         found = self._features(fixed, batch, jax.random.key(self._seed))
         loss, metrics = self._loss(state.result, fixed, found)
         supervised = jnp.sum(batch["loss_mask"], dtype=jnp.float32)
-        return {**metrics, "loss": loss, "supervised": supervised}
+        return self._whole({**metrics, "loss": loss, "supervised": supervised})
 
 
 def _noisy(taps: Float[Array, "n B S H"], most: float, key: jax.Array) -> Float[Array, "n B S H"]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from specjax.core import hosts
 from specjax.core.errors import ConfigError
 from specjax.training.config import TrainerConfig
 
@@ -35,7 +36,9 @@ class Trackers:
                 ) from None
 
     def begin(self, step: int) -> None:
-        """Open the trackers for records after `step`."""
+        """Open the trackers for records after `step`, in the process that writes."""
+        if not hosts.is_lead():
+            return
         if self._config.tensorboard:
             from tensorboardX import SummaryWriter
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from specjax.core import hosts
 from specjax.core.errors import ConfigError, TrainingError
 from specjax.data.dataset import Batches, Position
 from specjax.io.hf import write_json
@@ -111,7 +111,7 @@ class Trainer:
         trained, frozen = self.partition.split(head_params)
         self.placement = Placement.of(config.mesh, config.batch_size)
         leaves, still = self.placement.leaves(head, self.partition)
-        self.fixed = Fixed(frozen=jax.device_put(frozen, still), target=target_params)
+        self.fixed = Fixed(frozen=hosts.put(frozen, still), target=target_params)
         if config.mesh.devices > 1:
             target = dataclasses.replace(target, layout=self.placement.served)
         micro = config.epochs * batches.steps_per_epoch
@@ -121,6 +121,7 @@ class Trainer:
         fresh = new_state(trained, rule, averaged=config.ema > 0)
         self.state, places = self.placement.state(fresh, rule, leaves)
         self.position = Position()
+        self.share = self.placement.share(config.batch_size)
         self.steps = Steps(
             target,
             head,
@@ -161,22 +162,24 @@ class Trainer:
             self._resume(checkpoints, record, display)
             done = saved = int(self.state.step)
             self.trackers.begin(done)
-            stream = self.batches.iterate(self.position)
+            stream = self.batches.iterate(self.position, share=self.share)
             while done < self.total:
                 found = self._step(stream, display)
                 done += 1
                 better = self._is_best(found)
-                if better or caught or done == self.total or done % self.config.save_every == 0:
+                # Signals reach the processes of a run between different steps.
+                leave = hosts.largest(caught[0] if caught else 0)
+                if better or leave or done == self.total or done % self.config.save_every == 0:
                     record["position"] = dataclasses.asdict(self.position)
                     if self.best is not None:
                         record["best"] = dataclasses.asdict(self.best)
                         checkpoints.best = self.best.step
                     checkpoints.save(self.state, record)
                     saved = done
-                if caught:
+                if leave:
                     checkpoints.wait()
                     display.say(f"saved at step {saved}; the same command resumes there")
-                    _leave(caught[0])
+                    _leave(leave)
             checkpoints.wait()
             result = self.state.result
             if self.best is not None and self.best.step < done:
@@ -190,7 +193,7 @@ class Trainer:
             return {}
         found = [
             self.steps.evaluate(self.state, self.fixed, self.placement.batch(batch))
-            for batch, _ in self.heldout.iterate(epochs=1)
+            for batch, _ in self.heldout.iterate(epochs=1, share=self.share)
         ]
         return {f"heldout_{name}": value for name, value in _mean(jax.device_get(found)).items()}
 
@@ -214,8 +217,10 @@ class Trainer:
 
     def _record(self) -> Record:
         config = self.config
+        print_ = fingerprint.of_run(config, self.head, self.fixed.frozen)
+        fingerprint.refuse_strangers(print_)
         return {
-            "fingerprint": fingerprint.of_run(config, self.head, self.fixed.frozen),
+            "fingerprint": print_,
             "settings": {**dataclasses.asdict(config.optim), "steps": self.total},
         }
 
@@ -248,19 +253,19 @@ class Trainer:
         config = self.config
         gathered = nothing_gathered(self.state.trained) if config.accumulation > 1 else None
         parts: list[dict[str, Any]] = []
-        tokens, batch, at = 0, {}, self.position
+        tokens, at = 0, self.position
         rate = float(self.rate(int(self.state.step) - int(self.state.skipped)))
         skipped = int(self.state.skipped)
         for part in range(config.accumulation):
             at = self.position
             batch, self.position = next(stream)
-            tokens += int(batch["lengths"].sum())
+            tokens += self.batches.tokens(at)
             self.state, gathered, metrics = self.steps.train(
                 self.state,
                 gathered,
                 self.fixed,
                 self.placement.batch(batch),
-                jnp.int32(part),
+                np.int32(part),
                 last=part + 1 == config.accumulation,
             )
             parts.append(metrics)
@@ -276,19 +281,12 @@ class Trainer:
         self.log.write(self._last)
         display.step(step)
         self.trackers.record(self._last)
-        self._guard(int(self.state.skipped) > skipped, step, batch, at, display)
+        self._guard(int(self.state.skipped) > skipped, step, at, display)
         if step % config.log_every == 0 or step == self.total:
             display.record(record, (self.total - step) * seconds)
         return self._last
 
-    def _guard(
-        self,
-        skipped: bool,
-        step: int,
-        batch: dict[str, np.ndarray],
-        at: Position,
-        display: Display,
-    ) -> None:
+    def _guard(self, skipped: bool, step: int, at: Position, display: Display) -> None:
         """Report a skipped step; stop after several in a row."""
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         if not skipped:
@@ -297,9 +295,11 @@ class Trainer:
         if self._skipped_in_a_row < self.config.max_skipped:
             return
         path = self.out / "non_finite.json"
-        tokens = {name: batch[name].tolist() for name in _TOKENS if name in batch}
-        place = {"position": dataclasses.asdict(at), "rows": self.batches.members(at)}
-        write_json({"step": step, **place, **tokens}, path)
+        if hosts.is_lead():
+            batch = self.batches.batch(at)
+            tokens = {name: batch[name].tolist() for name in _TOKENS if name in batch}
+            place = {"position": dataclasses.asdict(at), "rows": self.batches.members(at)}
+            write_json({"step": step, **place, **tokens}, path)
         raise TrainingError(
             f"stopped at step {step}: {self._skipped_in_a_row} steps in a row were not finite; "
             f"the last batch is in {path}"

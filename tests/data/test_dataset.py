@@ -123,3 +123,20 @@ def test_sizes_that_do_not_fit(arguments):
     """No rows, a row too long, no batch."""
     with pytest.raises(DataError, match="do not fit"):
         Batches(*arguments)
+
+
+def test_a_share_is_those_rows_of_the_whole_batch():
+    rows = [Encoded(np.arange(1, n + 1), np.ones(n, bool)) for n in (3, 5, 2, 8, 7, 4)]
+    batches = Batches(rows, 4, (8,), seed=1)
+    for step in range(batches.steps_per_epoch):
+        position = Position(0, step)
+        whole = batches.batch(position)
+        parts = [batches.batch(position, share) for share in ({0, 1}, {2, 3})]
+        for name, values in whole.items():
+            assert (parts[0][name][:2] == values[:2]).all()
+            assert (parts[1][name][2:] == values[2:]).all()
+        assert not parts[0]["lengths"][2:].any() and not parts[1]["loss_mask"][:2].any()
+        assert batches.tokens(position) == whole["lengths"].sum()
+    found = list(batches.iterate(epochs=1, share={1}))
+    assert len(found) == batches.steps_per_epoch
+    assert all(not batch["lengths"][[0, 2, 3]].any() for batch, _ in found)

@@ -129,3 +129,13 @@ def test_sizes_that_do_not_fit():
     """A document longer than a row."""
     with pytest.raises(DataError, match="do not fit"):
         PackedBatches(rows_of(5, 9), 2, 8)
+
+
+def test_a_share_is_those_rows_of_the_whole_batch():
+    batches = PackedBatches(rows_of(5, 4, 3, 8, 7, 2, 6, 5), 2, 8, seed=1)
+    position = Position(0, 1)
+    whole, part = batches.batch(position), batches.batch(position, {1})
+    for name, values in whole.items():
+        np.testing.assert_array_equal(part[name][1], values[1])
+    assert part["lengths"][0] == 0 and (part["documents"][0] == -1).all()
+    assert batches.tokens(position) == whole["lengths"].sum()

@@ -75,9 +75,13 @@ def replay(length: int, text: tuple[int, ...], drafts: np.ndarray, stop: int) ->
     return counts | {"stops_inside": stops_inside}
 
 
+SEEDS = {"qwen3": 9}
+"""Of weights whose texts are no loops of a few tokens, where the usual ones give such."""
+
+
 @pytest.mark.parametrize(("name", "loop"), FAMILIES)
 def test_texts_are_the_baselines(name: str, loop: str) -> None:
-    target, params = tiny(name, loop)
+    target, params = tiny(name, loop, SEEDS.get(name, 3))
     prompts = some_prompts()
     requests = [Request(p, NEW) for p in prompts]
     baseline = [r.token_ids for r in Engine(target, params, config=BASE).generate(requests)]

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
+from jax.sharding import AbstractMesh, AxisType
 
 from specjax import config
+from specjax.core.mesh_config import AXES
 from specjax.core.params import shapes
 from specjax.core.paths import configs_dir
+from specjax.core.sharding import SERVED, Layout
 from specjax.decode.config import EngineConfig
 from specjax.decode.engine import Engine
-from specjax.decode.round import Weights, init_state, one_round
+from specjax.decode.round import init_state, one_round
 from specjax.evaluation.config import EvalConfig, cell_settings, listed
 from specjax.heads import catalog as heads
 from specjax.heads.eagle3.config import Eagle3Config
 from specjax.heads.eagle3.head import Eagle3Head
+from specjax.planner.storage import stored_specs
 from specjax.targets import catalog as targets
 from specjax.targets.base import Target
 
 STUDIES = sorted(
     file.stem for file in (configs_dir() / "studies").glob("*.gin") if file.stem != "common"
 )
+MI300X = 192e9  # bytes of the smaller of the two chips
 # The pairs of the study: target and the kind of head.
 PAIRS = {
     ("gemma-4-26B-A4B-it", "gemma4_mtp"),
@@ -64,20 +71,33 @@ def head_of(cell: EvalConfig, target: Target) -> Any:
 
 
 @pytest.mark.parametrize("study", STUDIES)
-def test_a_round_of_every_pair(study: str) -> None:
-    """The widest cell of each head: the head fits the target and drafts that many."""
+def test_a_round_of_every_pair_on_its_mesh(study: str) -> None:
+    """The widest cell of each head: it fits the target, everything has a place on every device."""
     first = cells(study)[0]
-    target = targets.read(Path(first.target).name).build(first.target_options)
-    params = shapes(target.specs(), first.dtype)
+    entry, mesh = targets.read(Path(first.target).name), first.engine.mesh
+    sizes = tuple(getattr(mesh, axis) for axis in AXES)
+    devices = AbstractMesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    layout = Layout.of(mesh, SERVED, devices)
+    target = dataclasses.replace(entry.build(first.target_options), layout=layout)
+
+    def place(specs: Any) -> tuple[Any, int]:
+        """Return (shapes, bytes on a device)."""
+        found, where = shapes(specs, first.dtype), layout.weights(specs)
+        share = jax.tree.map(lambda x, s: math.prod(s.shard_shape(x.shape)), found, where)
+        sizes = jax.tree.map(lambda x, n: x.dtype.itemsize * n, found, share)
+        return found, sum(jax.tree.leaves(sizes))
+
+    params, held = place(stored_specs(target.specs(), entry.config, None))
     for source in dict.fromkeys(cell.head for cell in cells(study)):
         own = [cell for cell in cells(study) if cell.head == source]
         head = head_of(own[0], target)
         width = max(cell.num_speculative_tokens for cell in own)
-        settings = EngineConfig(num_speculative_tokens=width)
-        weights = Weights(target=params, head=shapes(head.specs(), first.dtype))
-        engine = Engine(target, params, head, weights.head, settings)
-        state = jax.eval_shape(lambda e=engine: init_state(e.decoder, 1, 128, "bfloat16"))
-        after = jax.eval_shape(functools.partial(one_round, engine.decoder), weights, state)
+        drafting, more = place(head.specs())
+        assert held + more < 0.75 * MI300X
+        engine = Engine(target, params, head, drafting, EngineConfig(width))
+        decoder = dataclasses.replace(engine.decoder, layout=layout)
+        state = jax.eval_shape(lambda d=decoder: init_state(d, 1, 128, "bfloat16"))
+        after = jax.eval_shape(functools.partial(one_round, decoder), engine.weights, state)
         assert jax.tree.map(lambda x: x.shape, after) == jax.tree.map(lambda x: x.shape, state)
 
 

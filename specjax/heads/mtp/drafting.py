@@ -75,7 +75,8 @@ class Chain:
         tokens = jnp.stack(self._drafts, axis=1)
         states = carry(head, before, outs.astype(before.norm.dtype))
         x = layer_input(head, module, self._borrowed, states, tokens, positions)
-        ctx = context_at(head.layer, state.cached(depth), positions)
+        layout = self._borrowed.layout
+        ctx = context_at(head.layer, state.cached(depth), positions, layout=layout)
         out, new = head.layer.run(module.layer, x, ctx, state.entries[depth], 0)
         self._window = out.astype(jnp.float32)
         self._side = [self._block(new, (positions >= 0)[:, None])]
@@ -90,7 +91,8 @@ class Chain:
         positions = (state.lengths + steps - 1 - last)[:, None]
         states = carry(head, module, self.outputs[-1][:, None].astype(module.norm.dtype))
         x = layer_input(head, module, self._borrowed, states, token, positions)
-        ctx = context_at(head.layer, state.cached(last), positions, joined(self._side))
+        side, layout = joined(self._side), self._borrowed.layout
+        ctx = context_at(head.layer, state.cached(last), positions, side, layout)
         out, new = head.layer.run(module.layer, x, ctx, state.entries[last], 0)
         self._side.append(self._block(new, jnp.ones((token.shape[0], 1, 1), bool)))
         return out[:, 0]

@@ -201,14 +201,16 @@ class MtpHead:
             x = layer_input(self, module, borrowed, states, tokens, positions)
             last = jnp.maximum(count - 1, 0)
             if k + 1 < self.modules:  # the next module wants every output
-                ctx = Context.of(cached, count, length, self.layer.ropes)
+                ctx = Context.of(cached, count, length, self.layer.ropes, layout=borrowed.layout)
                 out, new = self.layer.run(module.layer, x, ctx, entry, 0)
                 newest = jnp.take_along_axis(out, last[:, None, None], axis=1)
                 kept = state.outputs[:, k : k + 1].astype(out.dtype)
                 # One more in front: the output before the first new one.
                 states = carry(self, module, jnp.concatenate([kept, out], axis=1))
             else:
-                newest, new = last_output(self.layer, module.layer, x, entry, cached, last)
+                newest, new = last_output(
+                    self.layer, module.layer, x, entry, cached, last, borrowed.layout
+                )
             moved = (count > 0)[:, None]
             newest = newest[:, 0].astype(jnp.float32)
             outputs.append(jnp.where(moved, newest, state.outputs[:, k]))

@@ -70,7 +70,14 @@ def forced_pass(
     """
     batch, length = tokens.shape
     start, ropes = jnp.zeros((batch,), jnp.int32), head.layer.ropes
-    ctx = Context.of(start, jnp.full((batch,), length), length, ropes, documents=documents)
+    ctx = Context.of(
+        start,
+        jnp.full((batch,), length),
+        length,
+        ropes,
+        documents=documents,
+        layout=borrowed.layout,
+    )
     x = layer_input(head, module, borrowed, states, tokens, ctx.positions)
     return head.layer.run(module.layer, x, ctx, None, 0)[0]
 

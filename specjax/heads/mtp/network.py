@@ -18,6 +18,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.core.params import ParamSpec
+from specjax.core.sharding import Layout
 from specjax.heads.base import Borrowed
 from specjax.layers.attention import KeyBlock, causal_mask
 from specjax.layers.context import Context
@@ -154,6 +155,7 @@ def context_at(
     lengths: Int[Array, " B"],
     positions: Int[Array, "B T"],
     side: KeyBlock | None = None,
+    layout: Layout | None = None,
 ) -> Context:
     """Return the context of new positions that need not follow the cached ones at once.
 
@@ -163,6 +165,7 @@ def context_at(
         positions: of the new ones; negative ones stand before the text and are seen by none.
         side: keys and values that are neither cached nor new, which the new positions see as its
             mask says.
+        layout: how weights lie on a mesh; None on one device.
     """
     ctx = Context(
         lengths=lengths,
@@ -170,6 +173,7 @@ def context_at(
         positions=positions,
         ropes={rope: rope_tables(rope, positions) for rope in dict.fromkeys(kind.ropes)},
         causal=causal_mask(positions.shape[1]) & (positions >= 0)[:, None, :],
+        layout=layout,
     )
     if side is None:
         return ctx
@@ -207,6 +211,7 @@ def last_output(
     entry: PyTree,
     lengths: Int[Array, " B"],
     last: Int[Array, " B"],
+    layout: Layout | None = None,
 ) -> tuple[Float[Array, "B 1 H"], PyTree]:
     """Run T new positions, of which only the output of one per row is wanted.
 
@@ -221,14 +226,16 @@ def last_output(
         entry: its cache.
         lengths: cached positions per row.
         last: index of the wanted row among the T.
+        layout: how weights lie on a mesh; None on one device.
 
     Returns:
         (its output, what `kind.cache.write` takes of all T).
     """
     length = x.shape[1]
-    _, new = kind.run(weights, x, Context.of(lengths, last + 1, length, kind.ropes), entry, 0)
+    ctx = Context.of(lengths, last + 1, length, kind.ropes, layout=layout)
+    _, new = kind.run(weights, x, ctx, entry, 0)
     before = (jnp.arange(length)[None] < last[:, None])[:, None]
     side = side_block(new, before, jax.tree.leaves(entry)[0].dtype)
-    ctx = context_at(kind, lengths, (lengths + last)[:, None], side)
+    ctx = context_at(kind, lengths, (lengths + last)[:, None], side, layout)
     row = jnp.take_along_axis(x, last[:, None, None], axis=1)
     return kind.run(weights, row, ctx, entry, 0)[0], new

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -42,15 +42,17 @@ class FeatureBatches(Batches):
         """Which of `rows` stand in each row of the batch at `position`."""
         return self._batches.members(position)
 
-    def batch(self, position: Position) -> dict[str, Any]:
+    def batch(self, position: Position, share: Container[int] | None = None) -> dict[str, Any]:
         """Return the batch at `position`, with a `Stored` of the same rows under "features".
+
+        Only the features of the rows in `share` are read.
 
         Raises:
             DataError: features that are not those that were written.
         """
-        batch: dict[str, Any] = self._batches.batch(position)
+        batch: dict[str, Any] = self._batches.batch(position, share)
         kept = nothing(self._store.streams, self._store.storage, batch["input_ids"].shape)
-        for b, members in enumerate(self.members(position)):
+        for b, members in self._shared(position, share):
             start = 0
             for member in members:
                 text = self._store.read(self._ids[member])
@@ -62,10 +64,13 @@ class FeatureBatches(Batches):
         return {**batch, "features": kept}
 
     def iterate(
-        self, position: Position | None = None, epochs: int | None = None
+        self,
+        position: Position | None = None,
+        epochs: int | None = None,
+        share: Container[int] | None = None,
     ) -> Iterator[tuple[dict[str, Any], Position]]:
         """Yield as `Batches` do; a batch is read while the one before it is in use."""
-        stream = super().iterate(position, epochs)
+        stream = super().iterate(position, epochs, share)
         with ThreadPoolExecutor(1) as pool:
             ahead = pool.submit(next, stream, None)
             while (found := ahead.result()) is not None:

@@ -15,6 +15,7 @@ from specjax.data.dataset import Position
 from specjax.data.packing import PackedBatches
 from specjax.heads.base import borrow
 from specjax.training.features.batches import from_cache
+from specjax.training.features.store import FeatureStore, row_id
 from specjax.training.logging import Display
 from specjax.training.rows import TrainingData
 from specjax.training.step import features
@@ -162,3 +163,23 @@ def test_other_rows_and_heads_are_refused(folder: Path, loaded: Loaded) -> None:
     with pytest.raises(DataError, match="target_dtype was 'bfloat16', is now 'float32'"):
         changed = dataclasses.replace(config, target_dtype="float32")
         from_cache(make_data(), changed, info, toy.ToyHead())
+
+
+def test_a_process_reads_the_features_of_its_rows_alone(
+    folder: Path, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = from_cache(make_data(), make_config(folder), loaded[0].info, toy.ToyHead())
+    whole = data.train.batch(Position())
+    read: list[str] = []
+    fetch = FeatureStore.read
+
+    def note(store: FeatureStore, id_: str) -> Any:
+        read.append(id_)
+        return fetch(store, id_)
+
+    monkeypatch.setattr(FeatureStore, "read", note)
+    part = data.train.batch(Position(), {1})
+    ((member,),) = (row for b, row in enumerate(data.train.members(Position())) if b == 1)
+    assert read == [row_id(data.train.rows[member].ids)]
+    np.testing.assert_array_equal(part["features"].states[1], whole["features"].states[1])
+    assert not part["features"].states[[0, 2, 3]].any() and not part["lengths"][[0, 2, 3]].any()
