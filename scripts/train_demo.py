@@ -84,8 +84,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--answers", required=True, type=_path, help="a larger model's answers")
     parser.add_argument("--out", required=True, type=_path, help="folder of all runs")
     parser.add_argument("--until", choices=STAGES, default=STAGES[-1], help="the last stage")
-    parser.add_argument("--epochs", type=int, default=20, help="of the target (default 20)")
-    parser.add_argument("--count", type=int, default=2400, help="answers for the heads")
+    parser.add_argument("--epochs", type=int, default=5, help="of the target (default 5)")
+    parser.add_argument("--count", type=int, default=1600, help="answers for the heads")
     parser.add_argument("--demo", type=_path, default=ROOT / "specjax" / "demo", help="the package")
     args = parser.parse_args(argv)
 

@@ -43,6 +43,7 @@ def main(argv: Sequence[str] | None = None, usage: str = __doc__ or "") -> int:
         flags=FLAGS,
         default=DEFAULT,
         rewrite=with_grid,
+        together=True,
     )
 
 

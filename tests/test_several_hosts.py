@@ -19,6 +19,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from specjax.eval import main as evaluate
+from specjax.evaluation import records
 from specjax.launch import _free_port
 from specjax.processes import Member
 from tests.training.files import write_target
@@ -77,6 +79,18 @@ def log(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def launched(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """A Python command as two processes."""
+    launch = [sys.executable, "-m", "specjax.cli", "launch", "--processes=2", "--devices=4", "--"]
+    return subprocess.run(
+        [*launch, sys.executable, *command],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+
+
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> Path:
     """The run of one process on one device."""
@@ -112,14 +126,7 @@ def test_a_lost_process_ends_the_run_and_the_next_one_resumes(folder: Path, alon
             each.wait()
     assert len(log(out)) < STEPS
 
-    launch = [sys.executable, "-m", "specjax.cli", "launch", "--processes=2", "--devices=4", "--"]
-    again = subprocess.run(
-        [*launch, *script, *words(folder, out, data=2, fsdp=2, tensor=2)],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    again = launched([*script[1:], *words(folder, out, data=2, fsdp=2, tensor=2)])
     assert again.returncode == 0, again.stderr
     assert "[0] resumed at step" in again.stderr and f"of {STEPS}" in again.stderr
     ours = [line for line in again.stderr.splitlines() if line.startswith("[1] ")]
@@ -136,3 +143,36 @@ def test_a_lost_process_ends_the_run_and_the_next_one_resumes(folder: Path, alon
     assert trained.keys() == wanted.keys()
     for name, weights in trained.items():
         np.testing.assert_allclose(weights, wanted[name], atol=1e-4, err_msg=name)
+
+
+def test_evaluation_is_that_of_one_process(folder: Path, alone: Path) -> None:
+    """The same texts and the same acceptance, and one set of results."""
+    prompts = ("1?", "two of?", "three and four", "5?", "of course")
+    (folder / "prompts.jsonl").write_text("".join(f'{{"prompt": "{p}"}}\n' for p in prompts))
+    given = [
+        f"--target={folder / 'target'}",
+        f"--head={alone / 'head'}",
+        f"--prompts={folder / 'prompts.jsonl'}",
+        "--trace=5",
+        "Eval.concurrency=4",
+        "Eval.num_speculative_tokens=2",
+        "Eval.max_new_tokens=10",
+        "Eval.repeats=1",
+        "Eval.time_shares=False",
+        "Eval.baseline_dtypes=('float32',)",
+        "Engine.prefill_chunk=16",  # one program for prompts of any length
+    ]
+    assert evaluate([*given, f"--out={folder / 'one'}"]) == 0
+    mesh = ("Mesh.data=4", "Mesh.tensor=2", "Mesh.rules=('vocab=',)")
+    found = launched(["-m", "specjax.eval", *given, *mesh, f"--out={folder / 'two'}"])
+    assert found.returncode == 0, found.stderr
+    assert "[0] Results: " in found.stdout and "[1] Results: " not in found.stdout
+
+    both = [records.read(folder / name) for name in ("one", "two")]
+    for one, two in zip(*both, strict=True):
+        assert two["mesh"] == "data=4 tensor=2 vocab="
+        for name in ("head", "output_tokens", "drafted_per_position", "accepted_per_position"):
+            assert one[name] == two[name], name
+        assert two["identical"] == len(prompts)
+    texts = [[each["emitted"] for t in rows[1]["trace"] for each in t["rounds"]] for rows in both]
+    assert texts[0] == texts[1] and len(texts[0]) >= len(prompts)

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.core import hosts
 from specjax.core.errors import PairingError, RequestError
 from specjax.core.sharding import Layout
 from specjax.decode import round as rounds_module
@@ -340,12 +341,12 @@ class _Run:
 
     def _collect(self, state: RoundState) -> None:
         """Read out the lanes that are done."""
-        done = np.asarray(state.done)
+        done = hosts.fetch(state.done)
         ended = [i for i, r in enumerate(self.lane_request) if r is not None and done[i]]
         if not ended:
             return
         read = (state.tokens, state.lengths, state.rounds, state.drafted, state.accepted)
-        tokens, lengths, rounds, drafted, accepted = jax.device_get(read)
+        tokens, lengths, rounds, drafted, accepted = hosts.fetch(read)
         now = self._now()
         for lane in ended:
             index = self.lane_request[lane]

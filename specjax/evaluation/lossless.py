@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.core import hosts
 from specjax.decode.engine import bucket
 from specjax.decode.requests import Request, Result
 from specjax.targets.base import Target
@@ -69,7 +70,8 @@ def logits_after(target: Target, params: PyTree, ids: Sequence[int]) -> np.ndarr
     """Return the float32 logits `[V]` that follow a text, from one pass without a cache."""
     tokens = np.zeros((1, bucket(len(ids), 1 << 30)), np.int32)
     tokens[0, : len(ids)] = ids
-    return np.asarray(_last_logits(target, params, tokens, np.asarray([len(ids)], np.int32)))
+    logits = _last_logits(target, params, tokens, np.asarray([len(ids)], np.int32))
+    return np.asarray(hosts.fetch(logits))
 
 
 def differences(

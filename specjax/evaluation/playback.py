@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from specjax.core import hosts
 from specjax.decode import engine as engine_module
 from specjax.decode import round as stages
 from specjax.decode.engine import Engine, fit_capacity
@@ -87,7 +88,7 @@ def play(
             given = tuple(int(t) for t in before.tokens[lane, at : before.lengths[lane]])
             yield Round(i, given, np.zeros(0, np.int32), 0, 0, 0, None)
         while not before.done.all():
-            proposal = jax.device_get(propose(decoder, weights, state))
+            proposal = hosts.fetch(propose(decoder, weights, state))
             state, _ = engine_module._run_rounds(decoder, weights, state, jnp.int32(1))
             after = _Seen(state)
             for lane, i in enumerate(batch):
@@ -115,5 +116,5 @@ class _Seen:
 
     def __init__(self, state: stages.RoundState) -> None:
         read = (state.tokens, state.lengths, state.done, state.drafted, state.accepted)
-        self.tokens, self.lengths, self.done, drafted, accepted = jax.device_get(read)
+        self.tokens, self.lengths, self.done, drafted, accepted = hosts.fetch(read)
         self.drafted, self.accepted = drafted.sum(axis=1), accepted.sum(axis=1)

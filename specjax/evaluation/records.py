@@ -135,6 +135,14 @@ def record(
     }
 
 
+_EVERY = (
+    *("cell", "baseline_cell", "run", "target", "head", "head_source", "num_speculative_tokens"),
+    *("temperature", "concurrency", "prompts", "identical", "output_tokens_per_second", "speedup"),
+    *("mean_acceptance_length", "acceptance_rate_per_position", "configuration", "machine"),
+)
+"""What every record has, that of a failed cell as well."""
+
+
 def failure(cell: Cell, error: Exception, target: str, context: Context) -> Record:
     """Build the record of a cell that could not be measured.
 
@@ -370,6 +378,10 @@ def read(directory: Path, on_fault: Callable[[str], None] | None = None) -> list
         version = row.get("schema_version") if isinstance(row, dict) else None
         if version != SCHEMA_VERSION:
             tell(f"{path}:{number}: schema_version {version}, expected {SCHEMA_VERSION}; skipped")
+            continue
+        lacks = [name for name in _EVERY if name not in row]
+        if lacks:
+            tell(f"{path}:{number}: a record without {', '.join(lacks[:3])}; skipped")
             continue
         rows.append(row)
     return rows

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import gc
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,7 +24,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from specjax.core.errors import DataError
+from specjax.core import hosts
+from specjax.core.errors import ConfigError, DataError
 from specjax.core.sharding import Layout
 from specjax.evaluation import machine, metrics, records, report, shares
 from specjax.evaluation.calibrate import record_rounds, reliability
@@ -83,7 +85,8 @@ def run_sweep(
         SpecJaxError: one line, before anything is written: see `run`; for several cells, what can
             be known of them beforehand.
     """
-    console = Console()
+    lead = hosts.is_lead()  # of several processes the one that writes
+    console = Console(quiet=not lead)
     if not console.is_terminal:
         console.width = report.WIDTH
     directory = writable(configs[0].out)
@@ -92,25 +95,34 @@ def run_sweep(
             layout.check_rows(config.concurrency, "Eval.concurrency")
     said: set[str] = set()
     cells = plan(each for config in configs for each in listed(config))
-    earlier = records.read(directory) if (directory / records.RESULTS).exists() else []
+    if hosts.of_lead(keys := " ".join(cell.key for cell in cells)) != keys:
+        raise ConfigError(
+            "this process would evaluate something else than process 0: give all"
+            " hosts the same settings and files"
+        )
+    earlier = _recorded(directory)
     done = {row["cell"] for row in earlier}
     if sweep.retry:
         failed = {row["cell"] for row in earlier if row["error"]} & {cell.key for cell in cells}
-        if failed:
+        if failed and lead:
             records.forget(failed, directory)
-            done -= failed
+        done -= failed
     todo = [cell for cell in cells if cell.key not in done]
     if len(todo) < len(cells):
         console.print(f"{len(cells) - len(todo)} of {len(cells)} cells are done already.")
         if configs[0].trace and not todo:
             console.print("Nothing is left to trace: texts are traced when a cell is measured.")
+    # One process of several that went on would wait for the others for ever.
+    keep_going = len(cells) > 1 and not hosts.are_several()
     load = _Loader(console)
     for window in windows(todo, sweep.together):
         try:
             opened, base = load(window[0])
-            for row in measure(window, opened, base, done, console, keep_going=len(cells) > 1):
-                records.append([row], directory)
+            for row in measure(window, opened, base, done, console, keep_going):
                 done.add(row["cell"])
+                if not lead:
+                    continue
+                records.append([row], directory)
                 if operative:  # not before there is a record that it belongs to
                     records.write_whole(directory / "config.gin", operative)
                 for note in row["notes"]:
@@ -119,17 +131,18 @@ def run_sweep(
                     said.add(note)
         # Whatever it is, out of memory included: it is what became of these cells.
         except Exception as error:
-            if len(cells) == 1:
+            if not keep_going:
                 raise
             left = [cell for cell in window if cell.key not in done]
             name = load.name or window[0].config.target
             rows = [records.failure(cell, error, name, _context()) for cell in left]
             records.append(rows, directory)
-    every = records.read(directory, lambda fault: None)  # told above
+    every = _recorded(directory, lambda fault: None)  # told above
     rows = _of(cells, every)
-    report.write(directory, every, page.write(directory, every))
-    report.show(rows, console)
-    console.print(f"Results: {directory}", highlight=False)
+    if lead:
+        report.write(directory, every, page.write(directory, every))
+        report.show(rows, console)
+        console.print(f"Results: {directory}", highlight=False)
     return rows
 
 
@@ -258,6 +271,13 @@ def writable(out: str) -> Path:
     if not os.access(there, os.W_OK | os.X_OK):
         raise DataError(f"{directory} is not writable")
     return directory
+
+
+def _recorded(directory: Path, on_fault: Tell | None = None) -> list[Record]:
+    """Return the records that are there already, as process 0 finds them."""
+    there = hosts.is_lead() and (directory / records.RESULTS).exists()
+    rows = records.read(directory, on_fault) if there else []
+    return json.loads(hosts.of_lead(json.dumps(rows)))
 
 
 def _of(cells: Sequence[Cell], rows: Sequence[Record]) -> list[Record]:

@@ -114,9 +114,14 @@ def test_speedup_is_against_the_faster_baseline(rows: list[Record]) -> None:
     assert (row["speedup_low"], row["speedup_high"]) == (min(paired), max(paired))
 
 
+def least(**given: Any) -> dict[str, Any]:
+    """A record with all that every one has."""
+    return {"schema_version": 2} | dict.fromkeys(records._EVERY) | given
+
+
 def test_append_keeps_earlier_records_and_leaves_no_partial_file(tmp_path: Path) -> None:
     for i in range(2):
-        records.append([{"schema_version": 2, "n": i, "x": float("inf")}], tmp_path)
+        records.append([least(n=i, x=float("inf"))], tmp_path)
     assert [row["n"] for row in records.read(tmp_path)] == [0, 1]
     assert records.read(tmp_path)[0]["x"] is None
     assert [path.name for path in tmp_path.iterdir()] == ["results.jsonl"]
@@ -125,16 +130,20 @@ def test_append_keeps_earlier_records_and_leaves_no_partial_file(tmp_path: Path)
 def test_records_that_are_not_whole_are_told_and_skipped(tmp_path: Path, capsys: Any) -> None:
     """A truncated line, another schema, what is no record: the others are read."""
     path = tmp_path / "results.jsonl"
-    lines = ['{"schema_version": 2, "cell": 0}', "", "3", '{"schema_version": 99}']
-    path.write_bytes("\n".join(lines).encode() + b'\n{"x": "\xff"}\n{"schema_ver')
+    lines = [json.dumps(least(cell=0)), "", "3", '{"schema_version": 99}']
+    half = least(cell=2)
+    del half["head"]
+    told = "\n".join(lines).encode() + b'\n{"x": "\xff"}\n' + json.dumps(half).encode()
+    path.write_bytes(told + b'\n{"schema_ver')
     # What is added next is not glued to the truncated line.
-    records.append([{"schema_version": 2, "cell": 1}], tmp_path)
+    records.append([least(cell=1)], tmp_path)
     faults: list[str] = []
     assert [row["cell"] for row in records.read(tmp_path, faults.append)] == [0, 1]
-    assert [fault.split(":")[1] for fault in faults] == ["3", "4", "5", "6"]
-    assert "schema_version 99" in faults[1] and "no whole record" in faults[3]
+    assert [fault.split(":")[1] for fault in faults] == ["3", "4", "5", "6", "7"]
+    assert "schema_version 99" in faults[1] and "no whole record" in faults[4]
+    assert "a record without head" in faults[3]
     records.read(tmp_path)
-    assert capsys.readouterr().err.count("specjax: warning: ") == 4
+    assert capsys.readouterr().err.count("specjax: warning: ") == 5
     records.forget({0}, tmp_path)
     assert [row["cell"] for row in records.read(tmp_path)] == [1]
 
