@@ -145,6 +145,7 @@ def test_a_lost_process_ends_the_run_and_the_next_one_resumes(folder: Path, alon
         np.testing.assert_allclose(weights, wanted[name], atol=1e-4, err_msg=name)
 
 
+@pytest.mark.slow
 def test_evaluation_is_that_of_one_process(folder: Path, alone: Path) -> None:
     """The same texts and the same acceptance, and one set of results."""
     prompts = ("1?", "two of?", "three and four", "5?", "of course")

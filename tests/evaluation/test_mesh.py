@@ -69,6 +69,7 @@ def evaluate(folder: Path, out: Path, *words: str) -> list[dict[str, Any]]:
     return records.read(out)
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_that_of_one_device(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

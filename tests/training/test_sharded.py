@@ -157,6 +157,7 @@ def test_resumes_on_another_mesh(tmp_path: Path, loaded: Any) -> None:
     np.testing.assert_allclose(curve(tmp_path / "two"), curve(tmp_path / "one"), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_decodes_on_a_mesh(tmp_path: Path, loaded: Any) -> None:
     """Decoding in the loop takes the weights where they lie."""
     target, params = loaded
