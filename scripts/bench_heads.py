@@ -43,16 +43,13 @@ def bare(head: Any, params: Any) -> tuple[Any, Any] | None:
 
 
 def runs(
-    args: argparse.Namespace, source: str, batch: int
-) -> tuple[str, dict[str, Callable[[], Any]]]:
-    """Return what one head is, and what is timed at one batch size, by name."""
-    from specjax import heads, targets
+    args: argparse.Namespace, target: Any, params: Any, head: Any, weights: Any, batch: int
+) -> dict[str, Callable[[], Any]]:
+    """Return what is timed for one head at one batch size, by name."""
     from specjax.decode import Engine, EngineConfig, Request
     from specjax.decode.schedule import run_width
     from specjax.evaluation.playback import filled, propose
 
-    target, params = targets.load(args.target, args.dtype)
-    head, weights = heads.load(source, target.info, args.dtype)
     drafts = head.max_tokens or args.drafts
     config = EngineConfig(num_speculative_tokens=drafts, concurrency=batch)
     prompt = [1 + i % (target.info.vocab - 1) for i in range(args.context)]
@@ -73,7 +70,7 @@ def runs(
         return logits, out.update
 
     found[_STEP] = lambda: step(params, state.cache)
-    return f"{head.name}, {drafts} drafts", found
+    return found
 
 
 def measure(found: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
@@ -91,14 +88,18 @@ def measure(found: dict[str, Callable[[], Any]], repeats: int) -> dict[str, floa
 
 def bench(args: argparse.Namespace, console: Console) -> int:
     """Time every head at every batch size and print the table."""
+    from specjax import heads, targets
+
     grid = Table(title=f"a round's drafts, {args.dtype}, context {args.context}", box=None)
     names = ("head", "batch", "step ms", "drafts ms", "of a step", "backbone ms", "rest of drafts")
     for name in names:
         grid.add_column(name, justify="left" if name == "head" else "right")
+    target, params = targets.load(args.target, args.dtype)
     for source in args.head:
+        head, weights = heads.load(source, target.info, args.dtype)
+        what = f"{head.name}, {head.max_tokens or args.drafts} drafts"
         for batch in map(int, args.batches.split(",")):
-            what, programs = runs(args, source, batch)
-            found = measure(programs, args.repeats)
+            found = measure(runs(args, target, params, head, weights, batch), args.repeats)
             drafts, step, alone = found["drafts"], found[_STEP], found.get(_BARE)
             row = [
                 what,

@@ -70,41 +70,37 @@ class Chip:
         return self.peaks.get(dtype, self.peaks["float32"])
 
 
-def _amd(name: str, memory: int, bandwidth: float, bf16: float, f32: float, link: float) -> Chip:
+def _accelerator(
+    name: str, memory: int, bandwidth: float, bf16: float, f32: float, link: float
+) -> Chip:
+    """GB, TB/s, dense TFLOP/s in bfloat16 and float32, GB/s to the rest of the node."""
+    platform = "rocm" if name.startswith("mi") else "cuda"
     return Chip(
         name,
-        "rocm",
+        platform,
         memory * _GB,
         bandwidth * _TB,
         {"bfloat16": bf16 * _TFLOPS, "float32": f32 * _TFLOPS},
         link * _GB,
-        f"AMD Instinct {name.upper()} data sheet: HBM, peak dense bfloat16 and float32 matrix,"
-        " 7 Infinity Fabric links in one direction",
+        _SHEETS[platform].format(name.upper()),
     )
 
 
-def _nvidia(name: str, memory: int, bandwidth: float, bf16: float, f32: float, link: float) -> Chip:
-    return Chip(
-        name,
-        "cuda",
-        memory * _GB,
-        bandwidth * _TB,
-        {"bfloat16": bf16 * _TFLOPS, "float32": f32 * _TFLOPS},
-        link * _GB,
-        f"NVIDIA {name.upper()} SXM data sheet: HBM, peak dense bfloat16 (half of the figure with"
-        " sparsity), float32 without tensor cores, NVLink in one direction",
-    )
-
-
+_SHEETS = {
+    "rocm": "AMD Instinct {} data sheet: HBM, peak dense bfloat16 and float32 matrix, 7 Infinity"
+    " Fabric links in one direction",
+    "cuda": "NVIDIA {} SXM data sheet: HBM, peak dense bfloat16 (half of the figure with sparsity),"
+    " float32 without tensor cores, NVLink in one direction",
+}
 CHIPS = {
     chip.name: chip
     for chip in (
-        _amd("mi300x", 192, 5.3, 1307.4, 163.4, 448),
-        _amd("mi325x", 256, 6.0, 1307.4, 163.4, 448),
-        _amd("mi355x", 288, 8.0, 2516.6, 157.3, 537.6),
-        _nvidia("h100", 80, 3.35, 989.4, 66.9, 450),
-        _nvidia("h200", 141, 4.8, 989.4, 66.9, 450),
-        _nvidia("b200", 180, 7.7, 2250, 75, 900),
+        _accelerator("mi300x", 192, 5.3, 1307.4, 163.4, 448),
+        _accelerator("mi325x", 256, 6.0, 1307.4, 163.4, 448),
+        _accelerator("mi355x", 288, 8.0, 2516.6, 157.3, 537.6),
+        _accelerator("h100", 80, 3.35, 989.4, 66.9, 450),
+        _accelerator("h200", 141, 4.8, 989.4, 66.9, 450),
+        _accelerator("b200", 180, 7.7, 2250, 75, 900),
     )
 }
 NAMES = (*CHIPS, "cpu")

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from specjax.core.errors import CheckpointError, PairingError, nearest
 from specjax.core.mesh_config import AXES, MeshConfig
@@ -149,7 +149,8 @@ def layout_of(mesh: MeshConfig) -> Layout | None:
     """Return how the engine lays weights and states on a mesh that need not exist."""
     if mesh.devices == 1:
         return None
-    abstract: Any = AbstractMesh(tuple(getattr(mesh, axis) for axis in AXES), AXES)
+    sizes = tuple(getattr(mesh, axis) for axis in AXES)
+    abstract: Any = AbstractMesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))
     return Layout.of(mesh, SERVED, abstract)
 
 

@@ -160,6 +160,7 @@ def test_a_failure_is_a_record_of_the_schema(config: EvalConfig) -> None:
     assert row["head"] == row["head_source"] == "known"
     assert row["configuration"]["num_speculative_tokens"] == row["num_speculative_tokens"] == 3
     assert row["speedup"] is row["identical"] is None
+    assert set(row) >= {"schema_version", *records._EVERY}
     mistake = records.failure(cell_of(config), DataError("no file"), "tiny", context)
     assert mistake["error"] == "no file"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from specjax.core.errors import ConfigError, DataError
-from specjax.evaluation.records import SCHEMA_VERSION
+from specjax.evaluation import records
 from specjax.planner.acceptance import Acceptance, read
 
 
@@ -36,8 +36,9 @@ def test_rates_that_cannot_be_are_refused(text: str) -> None:
 
 def test_results_of_an_evaluation(tmp_path: Path) -> None:
     def row(head: str, k: int, rates: list[float]) -> dict:
-        return {
-            "schema_version": SCHEMA_VERSION,
+        every = dict.fromkeys(records._EVERY)
+        return every | {
+            "schema_version": records.SCHEMA_VERSION,
             "head": head,
             "num_speculative_tokens": k,
             "acceptance_rate_per_position": rates,
