@@ -67,7 +67,8 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capsys: Any) -> Non
     assert export_head.main(command(folder, tmp_path, "--layout=zlab")) == 2
     error = capsys.readouterr().err
     assert error.startswith("specjax: error: eagle3 heads cannot be written in 'zlab'")
-    record = {"schema_version": records.SCHEMA_VERSION, "head": "dflash", "error": None}
+    record = dict.fromkeys(records._EVERY) | {"head": "dflash", "error": None}
+    record["schema_version"] = records.SCHEMA_VERSION
     (tmp_path / "results.jsonl").write_text(json.dumps(record))
     more = ("--layout=original", f"--results={tmp_path / 'results.jsonl'}")
     assert export_head.main(command(folder, tmp_path / "x", *more)) == 2
